@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.paged.shell.paged_engine import steps_metric
+from services.engine.paged.shell.tiers import tier_metrics
 from services.etcd.connection import EtcdSettings
 from services.etcd.etcd_client import Etcd
 from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
@@ -83,10 +84,11 @@ class _IdleEngine:
 
 
 class _EngineCollector(Collector):
-    """This adds the metrics of engine torch to a rank's page."""
+    """This adds the metrics of our own engines to a rank's page."""
 
     def collect(self) -> Iterator[Metric]:
-        return steps_metric({})
+        yield from steps_metric({})
+        yield from tier_metrics(None)
 
 
 class _EmptyCluster:

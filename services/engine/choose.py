@@ -11,6 +11,7 @@ from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.engine_settings import EngineSettings
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.shell.decode_engine import PagedDecodeEngine
+from services.engine.paged.shell.paged_engine import CacheSettings
 from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
 from services.net.channels import open_channel
 from services.settings.named_models import gguf_weights_of
@@ -49,7 +50,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
         partial(_open_listener, settings),
         own_id,
         limits=settings.limits(Role.DECODE),
-        cache=settings.cache(Role.DECODE),
+        cache=_cache(settings, Role.DECODE, own_id),
         lease=settings.lease,
         open_writer=partial(_open_writer, settings) if pulls else None,
         pulls=pulls,
@@ -68,7 +69,7 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
         partial(_open_writer, settings),
         own_id,
         limits=settings.limits(Role.PREFILL),
-        cache=settings.cache(Role.PREFILL),
+        cache=_cache(settings, Role.PREFILL, own_id),
         lends=pulls,
         open_listener=partial(_open_listener, settings) if pulls else None,
         lease=settings.lease,
@@ -76,6 +77,11 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
         model_directory=settings.model_directory,
         open_channel=partial(open_channel, tls=settings.tls()),
     )
+
+
+def _cache(settings: EngineSettings, role: Role, own_id: RankId) -> CacheSettings:
+    cache = settings.cache(role)
+    return replace(cache, tiers=replace(cache.tiers, rank=f"{own_id.worker}.{own_id.rank}"))
 
 
 def _open_writer(settings: EngineSettings) -> Transport:

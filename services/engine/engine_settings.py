@@ -9,6 +9,7 @@ from services.engine.paged.admitting import Limits
 from services.engine.paged.drafters import Mode, Speculation
 from services.engine.paged.shell.delta import WriteLease
 from services.engine.paged.shell.paged_engine import CacheSettings
+from services.engine.paged.shell.tiers import TIER_FORM, TierPlace, TierSettings
 from services.kv.tails import PoolSizes
 from services.net.channels import TlsConfig
 from services.settings.cluster_config import ClusterConfig
@@ -104,6 +105,16 @@ class EngineSettings(ClusterConfig):
         0.3,
         "share of the pool kept for prefixes requested more than once",
         bounds=Bounds(at_least=0, at_most=1),
+    )
+    kv_tier: tuple[str, ...] = setting(
+        (),
+        "keep what each rank's KV pool evicts in so much memory, as memory:20GiB, or in a file below a "
+        "directory, as /nvme/isthmus:1TiB, in the order given; KV in a file is as secret as its prompt",
+        split=False,
+        bounds=Bounds(pattern=TIER_FORM, form="memory:SIZE or /DIRECTORY:SIZE, SIZE in KiB, MiB, GiB or TiB"),
+    )
+    kv_tier_fd: int | None = setting(
+        None, "open file of --kv-tier=memory, which the supervisor keeps for each life of a rank"
     )
     pull: Literal["on", "off"] = setting(
         "on",
@@ -201,6 +212,8 @@ class EngineSettings(ClusterConfig):
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
+        if sum(each.startswith("memory:") for each in self.kv_tier) > 1:
+            raise ConfigError("--kv-tier: there is one tier in memory at the most")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 
@@ -311,7 +324,14 @@ class EngineSettings(ClusterConfig):
         """Return the cache's settings. Raises ConfigError as check_blocks."""
         self.check_blocks()
         enabled = self.has_cache(role)
-        return CacheSettings(self.served_name, self.index_block, enabled, self.protected_cache_share)
+        return CacheSettings(
+            self.served_name, self.index_block, enabled, self.protected_cache_share, self.tiers
+        )
+
+    @property
+    def tiers(self) -> TierSettings:
+        places = tuple(map(TierPlace.parse, self.kv_tier))
+        return TierSettings(places, memory_fd=self.kv_tier_fd)
 
     def limits(self, role: Role) -> Limits:
         target_ms = self.itl_target_ms if role is Role.DECODE else None

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 
 from services.kv.block_hash import BlockLedger, extend_packed, pack_tokens, scope_seed
 from services.values.errors import ConfigError, ProtocolError
@@ -56,6 +57,7 @@ class Node:
     queued: bool = False  # It stands in one of the eviction heaps.
     resumable: bool = False  # It has a checkpoint (resume_points.py).
     block_hash: BlockHash | None = None  # It is set where an index block is complete.
+    tier_key: bytes = b""  # It names the block that ends here below the pool, once somebody has asked.
 
     @property
     def locked(self) -> bool:
@@ -334,7 +336,8 @@ class RadixTree:
 
     def leaves(self) -> Iterator[Node]:
         """Yield the unlocked nodes without children: the ends of what is cached and not in use."""
-        return (node for node in self.nodes() if not (node.children or node.locked))
+        queued = chain(self._leaves, self._protected_leaves)  # All unlocked leaves stand in one of the two.
+        return (node for _, _, node in queued if not (node.children or node.locked))
 
     def take_events(self) -> CacheEvents:
         """Return what was stored and removed since the last call, parents stored before their children."""

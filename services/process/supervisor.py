@@ -131,12 +131,13 @@ def run(
     health_port: int | None = None,
     restart_timeout_s: float = math.inf,
     own_health: Callable[[], Health] = Health,
+    inherited: Sequence[Sequence[int]] = (),
 ) -> int:
     """Supervise until a signal stops us; return the exit code. It must run in the main thread, on Linux.
 
     A command begins with the path of a program. Probes are answered on host:health_port, or not at all
     (None). /live fails once a rank that has waited or served has not done so again for `restart_timeout_s`.
-    `own_health` checks what all ranks share.
+    `own_health` checks what all ranks share. `inherited` are open files for each life of a rank, by rank.
     """
     ranks = [
         Lifecycle(f"rank process {index}", restart_timeout_s=restart_timeout_s)
@@ -146,7 +147,7 @@ def run(
     def check() -> Health:
         return joint_health([own_health(), *(rank.health() for rank in ranks)])
 
-    return asyncio.run(_run(commands, grace_s, host, health_port, ranks, check))
+    return asyncio.run(_run(commands, grace_s, host, health_port, ranks, check, inherited))
 
 
 async def _run(
@@ -156,13 +157,14 @@ async def _run(
     health_port: int | None,
     ranks: Sequence[Lifecycle],
     check: Callable[[], Health],
+    inherited: Sequence[Sequence[int]],
 ) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     async with answering(host, health_port, check):
-        return await supervise(commands, grace_s, stopping, ranks)
+        return await supervise(commands, grace_s, stopping, ranks, inherited=inherited)
 
 
 async def supervise(
@@ -171,6 +173,7 @@ async def supervise(
     stopping: asyncio.Event,
     ranks: Sequence[Lifecycle],
     delays: RestartDelays = RestartDelays(),
+    inherited: Sequence[Sequence[int]] = (),
 ) -> int:
     """Keep one process per command running until `stopping` is set; return the exit code.
 
@@ -180,8 +183,12 @@ async def supervise(
     _become_subreaper()
     async with asyncio.TaskGroup() as group:
         keepers = [
-            group.create_task(_RankProcess(index, command, grace_s, stopping, delays, rank).keep_running())
-            for index, (command, rank) in enumerate(zip(commands, ranks, strict=True))
+            group.create_task(
+                _RankProcess(index, command, grace_s, stopping, delays, rank, fds).keep_running()
+            )
+            for index, (command, rank, fds) in enumerate(
+                zip(commands, ranks, inherited or [()] * len(commands), strict=True)
+            )
         ]
     return max(keeper.result() for keeper in keepers)
 
@@ -194,6 +201,7 @@ class _RankProcess:
     stopping: asyncio.Event
     delays: RestartDelays
     lifecycle: Lifecycle
+    inherited: Sequence[int]  # They are open files for each life.
 
     async def keep_running(self) -> int:
         loop = asyncio.get_running_loop()
@@ -227,7 +235,7 @@ class _RankProcess:
         When this returns, the rank's whole process group has been reaped.
         """
         try:
-            process = _start(self.command, environment)
+            process = _start(self.command, environment, self.inherited)
         except OSError as error:  # The machine has no process to give at present.
             event(logger, "rank_start_failed", logging.ERROR, rank=self.index, error=error)
             return os.EX_OSERR, True
@@ -262,9 +270,16 @@ class _RankProcess:
                 await self.stopping.wait()
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], inherited: Sequence[int]
+) -> subprocess.Popen[bytes]:
     # The rank has a session of its own, so that Ctrl-C reaches only the supervisor, which stops the ranks.
-    return subprocess.Popen(dying_with_us(command), env={**os.environ, **environment}, start_new_session=True)
+    return subprocess.Popen(
+        dying_with_us(command),
+        env={**os.environ, **environment},
+        start_new_session=True,
+        pass_fds=inherited,
+    )
 
 
 def _become_subreaper() -> None:

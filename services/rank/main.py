@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import logging
 import math
+import os
 import random
 import secrets
 import sys
@@ -146,11 +147,32 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     }
     if config.ranks_per_process > 1:  # Each process chooses for its ranks.
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
+    if inherited := _tier_memory(config, num_processes, held):
+        flags_by_rank["kv-tier-fd"] = inherited
     # Probes ask the supervisor, and it the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
     grace_s = config.grace_s + _AFTER_GRACE_S
-    return supervisor.run(commands, grace_s, config.host, config.health_port, timeout_s, config.tls_health)
+    return supervisor.run(
+        commands,
+        grace_s,
+        config.host,
+        config.health_port,
+        timeout_s,
+        config.tls_health,
+        [(fd,) for fd in inherited],
+    )
+
+
+def _tier_memory(config: RankConfig, num_ranks: int, held: ExitStack) -> list[int]:
+    """Return an open file of memory for each rank, if they are to have such a tier: it outlives their
+    processes."""
+    fds = (
+        [os.memfd_create(f"isthmus-tier-{n}") for n in range(num_ranks)] if config.tiers.memory_bytes else []
+    )
+    for fd in fds:
+        held.callback(os.close, fd)
+    return fds
 
 
 def _warn_of_strangers(config: RankConfig) -> None:
@@ -176,6 +198,7 @@ def with_pool(config: RankConfig) -> RankConfig:
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
     if ranks is None or free_bytes is None or total_bytes is None:
         return config
+    free_bytes -= config.tiers.memory_bytes * ranks.count
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
         pool_pages([ranks], free_bytes, total_bytes)  # This refuses what does not fit.

@@ -11,6 +11,7 @@ _NOT_SGLANG = (
     "write_lease_s",
     "fence_margin_s",
     "kv_digest_share",
+    "kv_tier",
     "pull",
     "step_limit_s",
 )

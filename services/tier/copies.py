@@ -110,6 +110,7 @@ class Move(Copy):
         assert block.moves_to is not None
         self.block = block
         self.is_done = False
+        self.tiers = block.place.tier, block.moves_to.tier
         self._source, self._target, self._record = block.place, block.moves_to, record_of(block)
 
     def run(self, slabs: Sequence[Slab], staging: Staging) -> None:

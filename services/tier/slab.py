@@ -12,7 +12,8 @@ mode 0600, for KV is as secret as the prompt that it was computed from.
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
@@ -57,6 +58,16 @@ class SlabShape:
         if num_slots == 0:
             raise ConfigError(f"--kv-tier: {size_bytes} bytes have no room for a block of {slot_bytes}")
         return cls(layout_id, slot_bytes, num_slots)
+
+    @classmethod
+    def read(cls, header: bytes) -> "SlabShape | None":
+        """Return what a file's header says; None where that is no slab of this format."""
+        if len(header) < _HEADER.size:
+            return None
+        magic, version, layout_id, slot_bytes, num_slots, _ = _HEADER.unpack_from(header)
+        shape = cls(layout_id, slot_bytes, num_slots)
+        known = (magic, version) == (_MAGIC, TIER_FORMAT) and header[: _HEADER.size] == shape.header
+        return shape if known else None
 
     @property
     def slots_at(self) -> int:
@@ -159,6 +170,27 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
     except OSError as error:
         raise ConfigError(f"--kv-tier: {path}: {error.strerror}") from error
     return _opened(str(path), fd, shape, calls)
+
+
+@contextmanager
+def looking_at(path: Path) -> Iterator[tuple[Slab | None, bool]]:
+    """Open a rank's file to read it, without a lock; yield None where it is no slab, and whether a rank has
+    it. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        shape = SlabShape.read(os.pread(fd, _HEADER.size, 0))
+        yield None if shape is None else Slab(str(path), fd, shape), _is_in_use(fd)
+    finally:
+        os.close(fd)
+
+
+def _is_in_use(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
 
 
 def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:

@@ -10,7 +10,7 @@ a minute to start, so that one pair of it serves all tests here (`make test-sgla
 """
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.pair import FAKE, Pair, eager
+from engine.pair import FAKE, Pair, core_of, eager
 from exactness.checkpoints import tiny_checkpoint
 from exactness.prompt_scores import check_scores
 from exactness.reference import count_near_ties, random_prompt, reference_generation
@@ -33,7 +33,7 @@ from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.tails import carried_bytes
 from services.net import channels, grpc_errors
 from services.net.channels import TlsConfig
-from services.values.errors import InvalidRequest, IsthmusError, NoCapacity, Unavailable
+from services.values.errors import ConfigError, InvalidRequest, IsthmusError, NoCapacity, Unavailable
 from services.values.rank import Plan
 from services.values.request import FinishReason, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc
@@ -262,6 +262,35 @@ async def test_without_a_cache_nothing_is_reused(engine, plan):
         await pair.assert_nothing_held()
         books = await pair.decode.books()
         assert books.free == books.total
+
+
+async def test_a_tier_changes_no_token(engine, plan):
+    """Of a pool that holds a prompt or two, so that most of what is reused has been below it."""
+    if isinstance(engine, Sglang):
+        pytest.skip("SGLang's pool has no tier of ours")
+    pages = 160 // engine.settings.page_size
+    pair = engine.pair(kv_tier=("memory:4MiB",), kv_pages=pages, index_block=2 * engine.settings.page_size)
+    if engine.settings.fake_carried or any(name in engine.settings.model for name in CARRYING.values()):
+        with pytest.raises(ExceptionGroup) as refused:
+            await pair.__aenter__()
+        assert all(isinstance(error, ConfigError) for error in refused.value.exceptions)
+        return
+    async with pair:
+        prompts = [prompt_of(100, seed) for seed in range(4)]
+        rank = pair.prefill if plan is Plan.REMOTE else pair.decode
+        for prompt in [*prompts, *prompts]:
+            stored = core_of(rank).tiers.figures().held
+            answer = await pair.generate(prompt, 8, plan)
+            engine.check(prompt, answer.tokens)
+            with suppress(TimeoutError):  # The second time all is stored already.
+                async with asyncio.timeout(0.1):
+                    while core_of(rank).tiers.figures().held == stored:
+                        await asyncio.sleep(0.005)
+        again = await asyncio.gather(*(pair.generate(prompt, 8, plan) for prompt in [*prompts, *prompts]))
+        for prompt, answer in zip([*prompts, *prompts], again, strict=True):
+            engine.check(prompt, answer.tokens)
+        assert core_of(rank).tiers.figures().tokens_up > 0
+        await pair.assert_nothing_held()
 
 
 async def test_a_mixed_batch_is_exact(engine):

@@ -167,6 +167,47 @@ def publish_before_landed(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(handshake.PULL, (PullState.FILLING, PullEvent.LANDED), (PullState.OVER, ()))
 
 
+def tier_without_digest(patch: pytest.MonkeyPatch) -> None:
+    """Nobody compares what comes up from a tier with what went down."""
+    from services.tier import copies
+
+    patch.setattr(copies, "is_whole", lambda content, digest: True)
+
+
+def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
+    """A block below the pool is named by its own tokens, whatever came before it."""
+    from services.engine.paged import tiering
+    from services.kv.tiers import keys
+
+    next_key = keys.next_key
+
+    def mutated(scope_key, parent, packed_block):
+        return next_key(scope_key, keys.ROOT, packed_block)
+
+    patch.setattr(keys, "next_key", mutated)
+    patch.setattr(tiering, "next_key", mutated)
+
+
+def demote_after_eviction(patch: pytest.MonkeyPatch) -> None:
+    """Pages are copied down though they have been evicted and are somebody else's."""
+    from services.engine.paged.tiering import Tiering
+
+    patch.setattr(Tiering, "lent", lambda self, pages: None)
+
+
+def closure_off(patch: pytest.MonkeyPatch) -> None:
+    """A tier lets a block go though its children are still there."""
+    from services.kv.tiers import books
+
+    def drop(self, block):
+        children, block.children = block.children, set()
+        real(self, block)
+        block.children = children
+
+    real = books.TierBooks.drop
+    patch.setattr(books.TierBooks, "drop", drop)
+
+
 MUTATIONS = {
     f.__name__: f
     for f in (
@@ -179,6 +220,10 @@ MUTATIONS = {
         point_of_another_border,
         pull_failed_without_quarantine,
         publish_before_landed,
+        tier_without_digest,
+        tier_wrong_parent,
+        demote_after_eviction,
+        closure_off,
     )
 }
 

@@ -19,6 +19,7 @@ FAKE_CONVERSATION = "tests/engine/paged/test_pair.py::test_a_conversation_moves_
 TORCH_CONVERSATION = "tests/cluster/test_exact.py::test_over_nixl[16]"
 DIGESTS = "tests/engine/paged/test_digests.py::test_every_page_that_moves_is_compared"
 PULLS = "tests/engine/paged/test_pulls.py"
+TIERS = "tests/engine/paged/core/test_core_tiers.py"
 WATCHDOGS = {
     "wrong_page": (FAKE_CONVERSATION, TORCH_CONVERSATION),
     "wrong_page_with_digests": (
@@ -30,6 +31,10 @@ WATCHDOGS = {
     "point_of_another_border": (f"{PULLS}::test_a_hybrid_is_pulled_to_its_deepest_checkpoint",),
     "pull_failed_without_quarantine": (f"{PULLS}::test_a_source_that_writes_late_harms_nobody",),
     "publish_before_landed": (f"{PULLS}::test_what_is_on_its_way_counts_for_nobody",),
+    "tier_without_digest": (f"{TIERS}::test_a_slot_that_came_changed_is_computed_instead",),
+    "tier_wrong_parent": (f"{TIERS}::test_a_block_is_another_one_behind_another_prefix",),
+    "demote_after_eviction": (f"{TIERS}::test_a_page_that_was_evicted_is_copied_no_more",),
+    "closure_off": ("tests/kv/tiers/test_books.py::TestBooks::runTest",),
     "stale_generation": ("tests/engine/paged/test_pair.py::test_a_stale_generation_is_refused",),
 }
 

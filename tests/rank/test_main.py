@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -190,5 +191,21 @@ def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(subtests, monkeypa
                 rank.supervise(
                     replace(CONFIG, rank_index=None, restart_timeout_s=flag), "services.decode", held
                 )
-            ((_, _, _, _, timeout_s, _),) = calls
+            ((_, _, _, _, timeout_s, *_),) = calls
             assert timeout_s == told
+
+
+def test_a_supervisor_holds_the_memory_of_each_ranks_tier(monkeypatch):
+    calls = []
+    monkeypatch.setattr(rank.log_lines, "log_service", lambda *_: None)
+    monkeypatch.setattr(rank.supervisor, "run", lambda *arguments: calls.append(arguments) or 0)
+    config = replace(CONFIG, rank_index=None, dp_size=2, kv_tier=("memory:1MiB", "/tmp/tier:1GiB"))
+    with ExitStack() as held:
+        rank.supervise(config, "services.decode", held)
+        ((commands, *_, inherited),) = calls
+        for command, (fd,) in zip(commands, inherited, strict=True):
+            assert f"--kv-tier-fd={fd}" in command
+            assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:isthmus-tier")
+    assert len({fd for (fd,) in inherited}) == 2
+    with pytest.raises(OSError):
+        os.fstat(inherited[0][0])

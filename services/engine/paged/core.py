@@ -5,7 +5,6 @@ happened comes back as events, in order, for the shell to hand on.
 
 Under pressure, in this order: unlocked pages are evicted (services/kv/radix_tree.py says which); newcomers
 wait (gate.py); those that came last are retracted (sequence.py).
-
 The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
 """
 
@@ -27,14 +26,16 @@ from services.engine.paged.sequence import (
     RUNNING,
     Phase,
     Sequence,
+    check_prompt,
     finish_reason,
     follow_choice,
     newest_token,
 )
+from services.engine.paged.tiering import FillHooks, Tiering
 from services.engine.paged.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache
-from services.values.errors import InvalidRequest, IsthmusError, NoCapacity
+from services.values.errors import IsthmusError
 from services.values.kv import CacheEvents, PageBooks
 from services.values.rank_reports import RankLoad
 from services.values.request import FinishReason
@@ -53,6 +54,7 @@ class EngineCore:
         clock: Clock,
         carried: CarriedCache | None = None,
         drafting: Drafting | None = None,
+        tiers: Tiering | None = None,
     ) -> None:
         """`carried` is due where the layout has per-request state; its checkpoints belong to `cache`'s tree.
         Without `drafting` each step gives a sequence one token."""
@@ -78,13 +80,15 @@ class EngineCore:
         self._slots = BatchSlots(limits, self._figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts, self.pulls)
+        self.tiers = tiers
+        if tiers is not None:
+            tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self.load))
         self.retractions = 0
         self._served_at: dict[str, int] = {}  # It counts the steps, by the tenant that was first in one.
 
     @property
     def failed_steps(self) -> int:
-        """Return how many steps have failed in a row."""
-        return self._figures.failed
+        return self._figures.failed  # It counts those in a row.
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -95,15 +99,7 @@ class EngineCore:
             InvalidRequest: an id is out of the vocabulary, or there are none.
             NoCapacity: the context or the pool can never hold it.
         """
-        if not seq.ids:
-            raise InvalidRequest("prompt must not be empty")
-        if max(seq.ids) >= self.runner.vocab_size or min(seq.ids) < 0:
-            raise InvalidRequest(f"prompt has a token id outside the vocabulary of {self.runner.vocab_size}")
-        seq.request.sampling.check_vocabulary(self.runner.vocab_size)
-        if len(seq.ids) >= self.max_context_tokens + seq.single_token:
-            raise NoCapacity(
-                f"prompt has {len(seq.ids)} tokens; this rank holds {self.max_context_tokens} with the answer"
-            )
+        check_prompt(seq, self.runner.vocab_size, self.max_context_tokens)
         seq.submitted_s = self._clock()
         self._carrying.estimate(seq)
         self._wait(seq)
@@ -135,10 +131,9 @@ class EngineCore:
         come back by `end_quarantine` only."""
         if seq.phase in (Phase.NEW, Phase.ENDED):
             return
-        if seq.phase is Phase.WAITING:
-            self._gate.remove(seq)
-        else:
-            self._active.remove(seq)
+        if self.tiers is not None:
+            self.tiers.leave(seq)
+        (self._gate if seq.phase is Phase.WAITING else self._active).remove(seq)
         self._end(seq, quarantine=quarantine)
 
     def end_quarantine(self, seq: Sequence) -> None:
@@ -164,7 +159,8 @@ class EngineCore:
         Raises:
             RunnerFailed: the batch was not computed; `fail_active` is due.
         """
-        retractions, admitted = self.retractions, self._let_in_landed() | self._admit()
+        retractions, filled = self.retractions, self.tiers is not None and self.tiers.turn()
+        admitted = filled | self._let_in_landed() | self._admit()
         batch = self._decode_chunks()
         num_decoding = len(batch)
         num_drafts = sum(chunk.num_drafts for _, chunk in batch)
@@ -204,6 +200,8 @@ class EngineCore:
 
     def check(self) -> PageBooks:
         """Raises AssertionError where the books do not balance, or pages are held by no sequence."""
+        if self.tiers is not None:
+            self.tiers.check(self._active)
         return self._reports.check(num_holders=len(self._active) + len(self._kept))
 
     # -- admission --------------------------------------------------------------------------------
@@ -283,6 +281,8 @@ class EngineCore:
             seq.reused_tokens = seq.computed
             self._report_reserved(seq, wanted)
         self._offer(seq)
+        if self.tiers is not None and seq.phase is Phase.COMPUTING:
+            self.tiers.enter(seq)
         seq.receives = False  # After a retraction the tail is computed here.
 
     def _report_reserved(self, seq: Sequence, wanted: Wanted | None) -> None:

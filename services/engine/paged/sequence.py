@@ -3,14 +3,15 @@
     NEW --submitted--> WAITING
        |--admitted, a source holds more--> PULLING --landed, failed--v
     WAITING --admitted, plan local or prefill role--> COMPUTING --last chunk--> DECODING --> ENDED
-       |                                                  ^                        |
+       |--admitted, a tier holds more--> FILLING --ended--^                        |
        |--admitted, plan remote--> RECEIVING --landed-----|--------> DECODING      |
        ^                            |      |              |           ^            |
        |                            |      +--the batch is full--> LANDED          |
        +<--renegotiated (the delta must start earlier)    |           |            |
        +------------------------retracted (pages were short)----------+------------+
 
-A sequence that only receives takes no slot in the batch, for it may take for ever. One that has landed and
+One that fills has its slot in the batch, for a read is waited for within bounds (paged/tiering.py). A
+sequence that only receives takes no slot in the batch, for it may take for ever. One that has landed and
 finds no slot is the next to get one, before all that are new.
 
 Retraction keeps the full pages in the tree, unlocked: whoever is retracted matches its own prefix when it
@@ -32,7 +33,7 @@ from services.grammar.matcher import Matcher
 from services.kv.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
-from services.values.errors import InvalidRequest
+from services.values.errors import InvalidRequest, NoCapacity
 from services.values.rank import PullSource, Room
 from services.values.request import FinishReason, GenerationRequest
 
@@ -43,13 +44,14 @@ class Phase(Enum):
     RECEIVING = auto()  # Its pages are reserved; prefill writes them.
     LANDED = auto()  # Its pages are written and its first token known, but the batch has no slot yet.
     PULLING = auto()  # A source writes its pages, or it waits for others in their place.
+    FILLING = auto()  # A tier's thread writes pages of it with what is kept below the pool.
     COMPUTING = auto()  # Its prompt chunks are computed here.
     DECODING = auto()  # It gets one token a step, or with drafts several.
     ENDED = auto()
 
 
 RUNNING = (Phase.COMPUTING, Phase.DECODING)  # These are in the batch.
-WITH_SLOT = (*RUNNING, Phase.PULLING)
+WITH_SLOT = (*RUNNING, Phase.PULLING, Phase.FILLING)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +136,19 @@ class Sequence:
         return (
             f"<Sequence {self.request.request_id} {self.phase.name} ids={len(self.ids)} "
             f"computed={self.computed} pages={self.pages!r}>"
+        )
+
+
+def check_prompt(seq: Sequence, vocab_size: int, max_context_tokens: int) -> None:
+    """Raise what EngineCore.submit raises."""
+    if not seq.ids:
+        raise InvalidRequest("prompt must not be empty")
+    if max(seq.ids) >= vocab_size or min(seq.ids) < 0:
+        raise InvalidRequest(f"prompt has a token id outside the vocabulary of {vocab_size}")
+    seq.request.sampling.check_vocabulary(vocab_size)
+    if len(seq.ids) >= max_context_tokens + seq.single_token:
+        raise NoCapacity(
+            f"prompt has {len(seq.ids)} tokens; this rank holds {max_context_tokens} with the answer"
         )
 
 

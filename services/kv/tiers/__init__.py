@@ -1,1 +1,1 @@
-"""A rank keeps books here of what lies below its pool: the keys of blocks, slots, and if reading pays."""
+"""A rank keeps books of what lies below its pool: keys of blocks, slots, and whether reading pays."""

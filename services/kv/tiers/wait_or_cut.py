@@ -42,7 +42,7 @@ class Trust:
 
     def __init__(self) -> None:
         self.bytes_per_s = 0.0  # It is a mean, and 0 before the first read.
-        self._errors = 0  # It counts those in a row.
+        self._errors = {True: 0, False: 0}  # They count those in a row, of reads and of writes.
         self._off_until_s = 0.0
 
     def __repr__(self) -> str:
@@ -56,23 +56,24 @@ class Trust:
         return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def note_read(self, num_bytes: int, took_s: float) -> None:
-        self._errors = 0
+        self._errors[True] = 0
         rate = num_bytes / max(took_s, 1e-6)
         mean = self.bytes_per_s
         self.bytes_per_s = rate if mean == 0.0 else (1 - _LEARNING) * mean + _LEARNING * rate
 
     def note_written(self) -> None:
-        self._errors = 0
+        self._errors[False] = 0
 
-    def note_error(self, now_s: float) -> bool:
+    def note_error(self, now_s: float, *, reading: bool) -> bool:
         """Return whether the tier is off from now on."""
-        self._errors += 1
-        if self._errors < _ERRORS_IN_A_ROW:
+        self._errors[reading] += 1
+        if self._errors[reading] < _ERRORS_IN_A_ROW:
             return False
         self.turn_off(now_s)
         return True
 
     def turn_off(self, now_s: float) -> None:
         """Turn it off for a while, after which it is tried as if nothing were known of it."""
-        self._errors, self.bytes_per_s = 0, 0.0
+        self._errors = {True: 0, False: 0}
+        self.bytes_per_s = 0.0
         self._off_until_s = now_s + _OFF_S

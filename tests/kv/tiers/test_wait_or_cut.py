@@ -19,7 +19,9 @@ def test_a_tier_is_off_for_half_a_minute_after_three_errors_in_a_row():
     trust.note_read(1000, 0.5)
     assert trust.seconds(4000) == pytest.approx(2.0)
     assert trust.bytes_per_s == pytest.approx(2000)
-    assert [trust.note_error(10.0), trust.note_error(10.0)] == [False, False]
+    assert [trust.note_error(10.0, reading=False) for _ in range(2)] == [False, False]
     trust.note_written()
-    assert [trust.note_error(10.0) for _ in range(3)] == [False, False, True]
+    assert [trust.note_error(10.0, reading=True) for _ in range(2)] == [False, False]
+    trust.note_written()  # It says nothing about reads.
+    assert trust.note_error(10.0, reading=True)
     assert (trust.is_off(39.9), trust.is_off(40.0), trust.bytes_per_s) == (True, False, 0.0)

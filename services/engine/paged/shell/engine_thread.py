@@ -145,14 +145,25 @@ class CheckBooks:
 
 
 @dataclass(frozen=True, slots=True)
+class TierNews:
+    """A copy between the pool and a tier has ended; the next step takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpTiers:
+    """The tier's thread hangs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     free: bool  # The pool is freed too, for no transfer touches it any more.
 
 
 PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
 HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
+TierCommand = TierNews | GiveUpTiers
 OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded
-Command = OwnCommand | PullCommand | HandOverCommand | CheckBooks | Stop
+Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | CheckBooks | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +240,9 @@ class EngineThread:
             log.critical("engine_crashed", exc_info=True)
             self._call(self._on_crash, error)
             return
+        finally:
+            if core.tiers is not None:
+                core.tiers.stop()
         if self._frees:
             core.runner.close()
 
@@ -254,7 +268,7 @@ class EngineThread:
         wait = not self._busy
         try:
             while True:
-                command = self._next_command(wait)
+                command = self._next_command(wait, core)
                 wait = False
                 if isinstance(command, Stop):
                     self._frees = command.free
@@ -263,13 +277,15 @@ class EngineThread:
         except Empty:
             return True
 
-    def _next_command(self, wait: bool) -> Command:
+    def _next_command(self, wait: bool, core: EngineCore) -> Command:
+        """Raises Empty where there is none, or none has come by the time that the next step is due."""
         if not wait:
             return self._inbox.get_nowait()
         self.watch.rests()
-        command = self._inbox.get()
-        self.watch.begins()
-        return command
+        try:
+            return self._inbox.get(timeout=core.tiers.idle_s if core.tiers is not None else None)
+        finally:
+            self.watch.begins()
 
     def _apply(self, core: EngineCore, command: Command) -> None:
         match command:
@@ -290,6 +306,9 @@ class EngineThread:
                 core.room_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
+            case TierNews() | GiveUpTiers():
+                assert core.tiers is not None
+                core.tiers.is_lost |= isinstance(command, GiveUpTiers)
             case BeginTakeOver() | EndTakeOver() | ListIdle() | Spell():
                 self._apply_to_hand_over(core, command)
             case _:

@@ -20,7 +20,8 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,8 +37,12 @@ from services.engine.paged.shell.engine_thread import (
     CheckBooks,
     Command,
     EngineThread,
+    GiveUpTiers,
     StepReport,
+    TierNews,
 )
+from services.engine.paged.shell.tiers import TierSettings, open_tiers, tier_metrics
+from services.engine.paged.tiering import Tiering
 from services.engine.start_fault import start_fault
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
@@ -45,8 +50,9 @@ from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.process.turn_watch import TurnWatch, until_it_hangs
+from services.tier.thread import TierThread
 from services.values.errors import Unavailable
-from services.values.kv import CacheEvents, KvLayout, PageBooks, PoolMemory
+from services.values.kv import CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
 from services.values.rank_reports import ConstraintCounts, RankLoad
 from services.values.request import GenerationRequest, SamplingParams
 
@@ -90,6 +96,7 @@ class CacheSettings:
     index_block: int = 64  # It counts tokens.
     enabled: bool = True
     protected_share: float = 0.3  # This share of the pool is for prefixes requested more than once.
+    tiers: TierSettings = field(default_factory=TierSettings)
 
 
 class Mailbox:
@@ -158,6 +165,7 @@ class PagedEngine:
         self._crashed = asyncio.Event()
         self._hangs = False
         self._warm_up_s = 0.0
+        self._tiers: Tiering | None = None
         self._watches: list[TurnWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
@@ -200,6 +208,16 @@ class PagedEngine:
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
             self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
+            if self._tiers is not None:
+                self._watching.append(
+                    asyncio.create_task(self._give_up_when_hanging(self._tiers.thread), name="tier_hangs")
+                )
+
+    async def _give_up_when_hanging(self, thread: TierThread) -> None:
+        """Go on without tiers once their thread hangs: a disk that never answers ends no rank."""
+        await until_it_hangs(thread.watch, self._limits.step_limit_s)
+        log.critical("tier_hangs limit_s=%g\n%s", self._limits.step_limit_s, thread.stack())
+        self.post(GiveUpTiers())
 
     async def stop(self) -> None:
         """End every request with Unavailable and stop the thread; one that hangs is not waited for.
@@ -242,7 +260,8 @@ class PagedEngine:
         )
 
     def metrics(self) -> Iterable[Metric]:
-        return steps_metric({} if self._core is None else self._core.runner.steps_by_way)
+        yield from steps_metric({} if self._core is None else self._core.runner.steps_by_way)
+        yield from tier_metrics(None if self._tiers is None else self._tiers.figures())
 
     async def cache_events(self) -> AsyncIterator[CacheEvents]:
         while (events := await self._cache_events.get()) is not None:
@@ -331,6 +350,7 @@ class PagedEngine:
             chunk_size=self._limits.chunk_size,
             copy_slot=lambda source, target: runner.copy_slots([(source, target)]),
         )
+        evict_ahead = min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD)
         cache = PrefixCache(
             runner.memory.num_pages,
             runner.layout.page_size,
@@ -338,16 +358,27 @@ class PagedEngine:
             settings.model,
             enabled=settings.enabled,
             protected_share=settings.protected_share,
-            evict_ahead_pages=min(runner.memory.num_pages // _EVICT_AHEAD, _MAX_EVICTED_AHEAD),
+            evict_ahead_pages=evict_ahead,
             forget=carried.points.forget,
-            lent=runner.draft.lent if runner.draft is not None else lambda pages: None,
+            lent=self._note_lent(runner),
             clock=time.monotonic,
         )
         began = time.monotonic()
         warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
         drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
-        return EngineCore(runner, cache, self._limits, time.monotonic, carried, drafting)
+        clock, block = time.monotonic, settings.index_block
+        tiers = self._tiers = open_tiers(
+            settings.tiers, runner, cache, block, evict_ahead, clock, lambda: self.post(TierNews())
+        )
+        return EngineCore(runner, cache, self._limits, clock, carried, drafting, tiers)
+
+    def _note_lent(self, runner: ModelRunner) -> Callable[[SequenceOf[PageId]], None]:
+        def note(pages: SequenceOf[PageId]) -> None:
+            if self._tiers is not None:
+                self._tiers.lent(pages)
+
+        return runner.draft.lent if runner.draft is not None else note
 
     def _watch(
         self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs

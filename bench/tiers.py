@@ -1,0 +1,249 @@
+"""This benchmark measures what a tier below the KV pool gains and costs: with one against without, on the
+same requests, in one run.
+
+    PYTHONPATH=. python -m bench.tiers --json FILE
+
+Each side is a decode rank of the torch engine that computes its prompts itself (plan local). Both stand at
+the same time and take turns: without, with, with, without, ... Conversations of agents' shape (long contexts,
+short additions) go round robin, one request at a time, so that of an LRU pool nothing is left when a
+conversation comes again. TTFT counts from the submission.
+
+    agents 1.3x, 3x    the conversations take so many times what the pool holds; tier in memory
+    agents 3x, file    tier in a file below --directory
+    all fits           .8 times the pool: nothing may be stored, and nothing may be slower
+    restart            both ranks are stopped and started again; the memory of the tier is held meanwhile
+
+Only ratios of one run say anything. Where answers of the two sides differ, prompts were computed in other
+chunks, and two tokens were next to equally likely: how often is told.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+
+from prometheus_client.core import Metric
+
+from bench.checkpoint import Size, checkpoint
+from bench.report import Row, table, verdict, write_json
+from services.engine.choose import decode_engine
+from services.engine.engine_settings import EngineSettings
+from services.values.rank import Generation, Plan, RankId
+from services.values.request import GenerationRequest, SamplingParams
+
+PAGE, BLOCK = 16, 64
+VOCABULARY = 500
+SIDES = ("without", "with")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    name: str
+    working_set: float  # Of the pool's pages.
+    goal: float  # Mean TTFT without over with.
+    in_file: bool = False
+    restarts: bool = False
+
+
+CELLS = (
+    Cell("agents 1.3x", 1.3, 5.0),
+    Cell("agents 3x", 3.0, 5.0),
+    Cell("agents 3x, file", 3.0, 3.0, in_file=True),
+    Cell("all fits", 0.8, 0.98),
+    Cell("restart", 1.3, 5.0, restarts=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    conversations: int
+    context: int  # It counts the first prompt's tokens.
+    delta: int  # It counts those that each turn adds.
+    answer: int
+    turns: int  # They are measured; the first one, in which all is computed, is not.
+
+    @property
+    def longest(self) -> int:
+        return self.context + (self.turns + 1) * (self.delta + self.answer)
+
+    def pool_pages(self, working_set: float) -> int:
+        return int(self.conversations * -(-self.longest // PAGE) / working_set)
+
+
+@dataclass
+class Side:
+    """A rank, and what it answered."""
+
+    settings: EngineSettings
+    tier_bytes: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    reused: int = 0
+    prompted: int = 0
+
+    async def start(self) -> None:
+        self.engine = decode_engine(self.settings, RankId("bench", 0, Generation(secrets.randbits(64))))
+        await self.engine.start()
+
+    async def stop(self) -> None:
+        await self.engine.stop()
+
+    async def ask(self, ids: Sequence[int], max_tokens: int, *, measured: bool) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        request = GenerationRequest(secrets.token_hex(8), tuple(ids), sampling, plan=Plan.LOCAL)
+        began, tokens = time.monotonic(), list[int]()
+        async with aclosing(self.engine.generate(request, None)) as outputs:
+            async for output in outputs:
+                if output.admitted is not None and measured:
+                    self.ttft_s.append(time.monotonic() - began)
+                    self.reused += output.admitted.decode_prefix_len
+                    self.prompted += len(ids)
+                tokens += output.token_ids
+        if measured:
+            self.answers.append(tokens)
+        return tokens
+
+    def counted(self, name: str) -> float:
+        samples = [s for metric in _named(self.engine.metrics(), name) for s in metric.samples]
+        return sum(sample.value for sample in samples)
+
+
+def _named(metrics: object, name: str) -> list[Metric]:
+    assert isinstance(metrics, object)
+    return [metric for metric in metrics if metric.name == name]  # type: ignore[attr-defined]
+
+
+async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads: int, seed: int) -> Row:
+    settings = EngineSettings(
+        model=str(model),
+        num_threads=threads,
+        self_check="off",
+        pull="off",
+        transport="local",
+        page_size=PAGE,
+        index_block=BLOCK,
+        kv_pages=load.pool_pages(cell.working_set),
+    )
+    fd = os.memfd_create("bench-tier")
+    where = f"{directory}/{secrets.token_hex(4)}" if cell.in_file else "memory"
+    tier = {"kv_tier": (f"{where}:2GiB",), "kv_tier_fd": None if cell.in_file else fd}
+    sides = {"without": Side(settings), "with": Side(replace(settings, **tier))}  # type: ignore[arg-type]
+    for side in sides.values():
+        await side.start()
+    rng = random.Random(seed)
+    contexts = [_ids(rng, load.context) for _ in range(load.conversations)]
+    for number, context in enumerate(contexts):
+        contexts[number] = await _turn(sides, SIDES, context, load, rng, measured=False)
+    for turn in range(load.turns):
+        if cell.restarts:
+            for side in sides.values():
+                await side.stop()
+                await side.start()
+        for number, context in enumerate(contexts):
+            order = SIDES if (turn + number) % 2 == 0 else SIDES[::-1]
+            contexts[number] = await _turn(sides, order, context, load, rng, measured=True)
+    stored = sides["with"].counted("isthmus_tier_bytes")
+    for side in sides.values():
+        await side.stop()
+    os.close(fd)
+    return _row(cell, sides, stored)
+
+
+async def _turn(
+    sides: dict[str, Side],
+    order: Sequence[str],
+    ids: list[int],
+    load: Load,
+    rng: random.Random,
+    measured: bool,
+) -> list[int]:
+    """Ask both sides the same; the conversation goes on from what the first has answered."""
+    ids = [*ids, *_ids(rng, load.delta)]
+    answers = {name: await sides[name].ask(ids, load.answer, measured=measured) for name in order}
+    return [*ids, *answers["without"]]
+
+
+def _ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _row(cell: Cell, sides: dict[str, Side], stored: float) -> Row:
+    without, with_ = sides["without"], sides["with"]
+    differing = sum(a != b for a, b in zip(without.answers, with_.answers, strict=True))
+    return {
+        "cell": cell.name,
+        "requests": len(with_.ttft_s),
+        "without_ms": 1e3 * mean(without.ttft_s),
+        "with_ms": 1e3 * mean(with_.ttft_s),
+        "ratio": mean(without.ttft_s) / mean(with_.ttft_s),
+        "reused_without": without.reused / without.prompted,
+        "reused_with": with_.reused / with_.prompted,
+        "tier_MiB": stored / 2**20,
+        "differing": differing,
+    }
+
+
+def verdicts(rows: Sequence[Row]) -> list[Row]:
+    by_name = {row["cell"]: row for row in rows}
+    found = [
+        verdict(f"{cell.name}: mean TTFT", ">=", cell.goal, by_name[cell.name]["ratio"])
+        for cell in CELLS
+        if cell.name in by_name
+    ]
+    if "all fits" in by_name:
+        found.append(verdict("all fits: MiB stored and read", "<=", 0.0, by_name["all fits"]["tier_MiB"]))
+    return found
+
+
+async def run(arguments: argparse.Namespace) -> list[Row]:
+    load = Load(arguments.conversations, arguments.context, 128, 16, arguments.turns)
+    if arguments.quick:
+        load = Load(4, 512, 64, 4, 2)
+    size = Size(layers=2, hidden=64) if arguments.quick else Size(arguments.layers, arguments.hidden)
+    rows = []
+    with checkpoint(size, arguments.checkpoint) as model, TemporaryDirectory(dir=arguments.directory) as tier:
+        for cell in CELLS:
+            if arguments.only in cell.name:
+                row = await measure(cell, load, model, Path(tier), arguments.threads, arguments.seed)
+                print(table([row]), flush=True)
+                rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--conversations", type=int, default=8)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="cells with this in their name")
+    parser.add_argument("--quick", action="store_true", help="a smoke test, whose ratios say nothing")
+    parser.add_argument("--checkpoint", type=Path, help="one that bench.checkpoint wrote")
+    parser.add_argument("--directory", type=Path, help="where the tier's file is to be")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    rows = asyncio.run(run(arguments))
+    goals = verdicts(rows)
+    print(table(rows), table(goals), sep="\n\n")
+    if arguments.json:
+        settings = {name: str(value) for name, value in vars(arguments).items() if name != "json"}
+        write_json(arguments.json, "tiers", dict(settings), rows, {"goals": goals})
+
+
+if __name__ == "__main__":
+    main()

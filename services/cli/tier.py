@@ -1,0 +1,101 @@
+"""`isthmus tier` looks at the files of --kv-tier on this machine.
+
+ls DIR           each layout and rank: size, blocks, whether a rank has it open
+check DIR        compare every block with its digest
+rm DIR/LAYOUT    remove what no rank has open; ranks never remove another layout's files themselves
+"""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.table import format_table
+from services.settings.flags import load, setting
+from services.tier.copies import is_whole
+from services.tier.slab import Slab, looking_at
+from services.values.errors import ConfigError
+
+_ACTIONS = ("ls", "check", "rm")
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """Look at the files of --kv-tier: `ls DIRECTORY`, `check DIRECTORY`, `rm DIRECTORY/LAYOUT`.
+
+    Exit code 1 where a block differs from its digest, or a rank has what was to be removed.
+    """
+
+    words: tuple[str, ...] = setting(help="ls, check or rm, and a directory", positional=True)
+
+    def __post_init__(self) -> None:
+        if len(self.words) != 2 or self.words[0] not in _ACTIONS:
+            raise ConfigError(f"isthmus tier takes {', '.join(_ACTIONS)}, and a directory")
+        if not Path(self.words[1]).is_dir():
+            raise ConfigError(f"{self.words[1]} is no directory")
+
+
+def run(argv: list[str]) -> int:
+    config = load(TierConfig, argv, prog="isthmus tier")
+    action, directory = config.words[0], Path(config.words[1])
+    if action == "rm":
+        return _remove(directory)
+    return _check(directory) if action == "check" else _list(directory)
+
+
+def _slabs(directory: Path) -> Iterator[tuple[Path, Slab | None, bool]]:
+    for path in sorted(directory.rglob("blocks")):
+        with looking_at(path) as (slab, in_use):
+            yield path, slab, in_use
+
+
+def _list(directory: Path) -> int:
+    rows = [
+        (
+            path.parent.parent.name,
+            path.parent.name,
+            path.stat().st_size // _MIB,
+            slab.shape.num_slots if slab else 0,
+            len(slab.records()) if slab else 0,
+            "in use" if in_use else "" if slab else "of another format",
+        )
+        for path, slab, in_use in _slabs(directory)
+    ]
+    print(format_table(["layout", "rank", "MiB", "slots", "blocks", ""], rows) if rows else "no tiers here")
+    return 0
+
+
+def _check(directory: Path) -> int:
+    num_wrong = 0
+    for path, slab, in_use in _slabs(directory):
+        if slab is None:
+            continue
+        wrong, total = _differing(slab)
+        num_wrong += wrong
+        note = " (a rank writes it meanwhile)" if in_use else ""
+        print(f"{path}: {total} blocks, {wrong} differ from their digests{note}")
+    return 1 if num_wrong else 0
+
+
+def _differing(slab: Slab) -> tuple[int, int]:
+    buffer, records = memoryview(bytearray(slab.shape.slot_bytes)), slab.records()
+    wrong = 0
+    for record in records:
+        slab.read(record.slot, buffer)
+        wrong += not is_whole(buffer, record.digest)
+    return wrong, len(records)
+
+
+def _remove(directory: Path) -> int:
+    found = list(_slabs(directory))
+    for path, _, in_use in found:
+        if in_use:
+            print(f"isthmus tier: a rank has {path} open", file=sys.stderr)
+        else:
+            shutil.rmtree(path.parent)
+            print(f"removed {path.parent}")
+    if not found:
+        print(f"isthmus tier: no tiers below {directory}", file=sys.stderr)
+    return 1 if not found or any(in_use for *_, in_use in found) else 0

@@ -1,0 +1,171 @@
+"""A rank's tiers are opened here, as its settings name them, for the layout that its runner has."""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from services.engine.paged.model_runner import ModelRunner
+from services.engine.paged.tiering import TierCounts, Tiering
+from services.kv.prefix_cache import PrefixCache
+from services.kv.tiers.books import TierBooks
+from services.kv.tiers.keys import layout_id
+from services.observe.log_lines import event
+from services.tier.copies import Clock, Staging
+from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory
+from services.tier.thread import TierThread
+from services.values.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+TIER_FORM = r"(memory|/[^:]*):[0-9]+(KiB|MiB|GiB|TiB)"
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+# What goes next is stored once fewer than so many times what is evicted ahead are free.
+_MARGINS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """A tier of each rank's is here: in memory, or in files below a directory."""
+
+    directory: Path | None
+    size_bytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> "TierPlace":
+        """Read what has TIER_FORM."""
+        where, size = text.rsplit(":", 1)
+        number, unit = re.findall(r"([0-9]+)([A-Za-z]+)", size)[0]
+        return cls(None if where == "memory" else Path(where), int(number) * _UNITS[unit])
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    places: tuple[TierPlace, ...] = ()  # The nearest comes first.
+    rank: str = ""  # Files of this rank are told from others' by it.
+    memory_fd: int | None = None  # A supervisor holds the memory, for each life of the rank.
+    calls: FileCalls = field(default_factory=FileCalls)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return what the tiers of a rank take of the machine's memory."""
+        return sum(place.size_bytes for place in self.places if place.directory is None)
+
+
+def open_tiers(
+    settings: TierSettings,
+    runner: ModelRunner,
+    cache: PrefixCache,
+    index_block: int,
+    evict_ahead_pages: int,
+    clock: Clock,
+    wake: Callable[[], None],
+) -> Tiering | None:
+    """Open the tiers and start their thread; None where there are none.
+
+    Raises ConfigError where a tier has no room, or the runner remembers more than pages on a CPU.
+    """
+    if not settings.places or not cache.enabled:
+        return None
+    _refuse(runner)
+    layout = runner.layout
+    with ExitStack() as opened:
+        slabs: list[Slab] = []
+        for place in settings.places:
+            block_bytes = index_block // layout.page_size * layout.page_bytes
+            shape = SlabShape.fitting(layout_id(layout, index_block), block_bytes, place.size_bytes)
+            if (slab := _open(settings, place, shape)) is not None:
+                slabs.append(slab)
+                opened.callback(slab.close)
+        if not slabs:
+            return None
+        num_slots = [slab.shape.num_slots for slab in slabs]
+        books = TierBooks(num_slots)
+        books.load([slab.records() for slab in slabs])
+        for slab in slabs:
+            event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
+        event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
+        staging = Staging(slabs[0].shape.slot_bytes, layout.page_bytes, runner.memory)
+        opened.pop_all()
+    return Tiering(
+        books,
+        lambda done: TierThread(slabs, staging, done),
+        cache,
+        layout,
+        index_block,
+        num_slots,
+        max(_MARGINS * evict_ahead_pages, index_block // layout.page_size),
+        clock,
+        wake,
+    )
+
+
+def _refuse(runner: ModelRunner) -> None:
+    if runner.layout.carried:
+        raise ConfigError("--kv-tier: a model with windows or states has no tiers yet")
+    if runner.draft is not None:
+        raise ConfigError("--kv-tier: what a draft model remembers has no tier yet: leave one of the two out")
+    if runner.memory.kind != "DRAM":
+        raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
+
+
+def _open(settings: TierSettings, place: TierPlace, shape: SlabShape) -> Slab | None:
+    try:
+        if place.directory is None:
+            return open_memory(settings.memory_fd, shape, settings.calls)
+        return open_file(place.directory, settings.rank, shape, settings.calls)
+    except SlabInUse as error:  # It would be torn; without it everything is computed.
+        event(log, "kv_tier_in_use", level=logging.WARNING, why=str(error))
+        return None
+
+
+def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
+    """Yield the metrics of a rank's tiers; without samples where it has none."""
+    moved = CounterMetricFamily(
+        "isthmus_tier_bytes",
+        "Bytes of KV that went between the pool and its tiers: direction is down (stored) or up (read).",
+        labels=["direction"],
+    )
+    tokens = CounterMetricFamily(
+        "isthmus_tier_tokens", "Tokens whose KV these bytes are.", labels=["direction"]
+    )
+    lookups = CounterMetricFamily(
+        "isthmus_tier_lookups",
+        "Prompts that were looked up below the pool: hit (a tier holds more than the pool) or miss.",
+        labels=["outcome"],
+    )
+    reads = CounterMetricFamily(
+        "isthmus_tier_reads",
+        "Reads of prefixes by their end: whole; stopped (late, or the request ended); slow (computing was "
+        "faster); corrupt (a digest differs); failed (an I/O error).",
+        labels=["end"],
+    )
+    errors = CounterMetricFamily(
+        "isthmus_tier_errors", "Reads and writes of tiers that failed, were late or came changed."
+    )
+    off = GaugeMetricFamily(
+        "isthmus_tier_off", "1 while a tier is not used, for 30 s after three errors in a row."
+    )
+    blocks = GaugeMetricFamily(
+        "isthmus_tier_blocks",
+        "Blocks of the index that tiers have room for, and that they hold.",
+        labels=["state"],
+    )
+    if counts is not None:
+        _add(moved, {"down": counts.bytes_down, "up": counts.bytes_up})
+        _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up})
+        _add(lookups, {"hit": counts.hits, "miss": counts.misses})
+        _add(reads, dict(counts.loads))
+        errors.add_metric([], counts.errors)
+        off.add_metric([], counts.is_off)
+        _add(blocks, {"room": counts.slots, "held": counts.held})
+    yield from (moved, tokens, lookups, reads, errors, off, blocks)
+
+
+def _add(metric: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int]) -> None:
+    for label, value in values.items():
+        metric.add_metric([label], value)

@@ -1,0 +1,46 @@
+"""`isthmus tier` lists, checks and removes what ranks have left in files."""
+
+import os
+
+import pytest
+
+from services.cli.tier import run
+from services.kv.tiers.books import Stored
+from services.kv.tiers.keys import ROOT
+from services.tier.slab import SlabShape, open_file
+
+SHAPE = SlabShape.fitting(b"layout-1", 256, 1 << 20)
+
+
+def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtests):
+    slab = open_file(tmp_path, "d.0", SHAPE)
+    for number in range(3):
+        record = Stored(number, bytes([number + 1]) * 16, ROOT, 0, 0, number)
+        slab.write(number, memoryview(bytes([number]) * 256), record)
+    layout = SHAPE.layout_id.hex()
+    with subtests.test("what a rank has open is listed, and stays"):
+        assert run(["ls", str(tmp_path)]) == 0
+        said = capsys.readouterr().out
+        assert said.splitlines()[-1].split() == [layout, "d.0", "0", str(SHAPE.num_slots), "3", "in", "use"]
+        assert run(["rm", str(tmp_path / layout)]) == 1
+        assert (tmp_path / layout / "d.0" / "blocks").exists()
+    slab.close()
+    with subtests.test("a flipped byte is found"):
+        assert run(["check", str(tmp_path)]) == 0
+        with open(tmp_path / layout / "d.0" / "blocks", "r+b") as file:
+            os.pwrite(file.fileno(), b"\xff", SHAPE.slots_at + 256 + 7)
+        capsys.readouterr()
+        assert run(["check", str(tmp_path)]) == 1
+        assert capsys.readouterr().out.strip().endswith("3 blocks, 1 differ from their digests")
+    with subtests.test("what nobody has open is removed"):
+        assert run(["rm", str(tmp_path / layout)]) == 0
+        assert not (tmp_path / layout / "d.0").exists()
+        assert run(["rm", str(tmp_path)]) == 1
+    with subtests.test("a file of another format is told apart"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "blocks").write_bytes(b"?" * 100)
+        capsys.readouterr()
+        assert run(["ls", str(tmp_path)]) == 0
+        assert "of another format" in capsys.readouterr().out
+    with subtests.test("nonsense is refused"), pytest.raises(SystemExit):
+        run(["look", str(tmp_path)])

@@ -1,0 +1,303 @@
+"""A core with tiers below its pool, whose copies are run by hand."""
+
+import os
+import random
+
+import pytest
+
+from engine.paged.core_rank import Rank
+from services.engine.fake import continuation
+from services.engine.paged.sequence import Phase
+from services.engine.paged.tiering import FillHooks, Tiering
+from services.kv.tiers.books import TierBooks
+from services.kv.tiers.keys import layout_id
+from services.tier import slab as slabs
+from services.tier.copies import Load, Staging, Store
+from services.tier.slab import FileCalls, SlabShape
+
+PAGE, BLOCK = 4, 8
+
+
+class ByHand:
+    """The tier's thread, whose copies run when they are told to."""
+
+    def __init__(self, slabs, staging, done):
+        self.slabs, self.staging, self.done = slabs, staging, done
+        self.waiting = []
+        self.takes = True
+
+    @property
+    def num_writes(self):
+        return sum(not isinstance(copy, Load) for copy in self.waiting)
+
+    def submit(self, copy):
+        if self.takes:
+            self.waiting.append(copy)
+        return self.takes
+
+    def run(self, kind=object):
+        for copy in [copy for copy in self.waiting if isinstance(copy, kind)]:
+            self.waiting.remove(copy)
+            copy.run(self.slabs, self.staging)
+            self.done(copy)
+
+
+class TieredRank(Rank):
+    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, **rank):
+        """`tiers` are another life's slabs."""
+        super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
+        self.faults = {}
+        layout, memory, cache = self.runner.layout, self.runner.memory, self.core.cache
+        block_bytes = BLOCK // PAGE * layout.page_bytes
+        self.slabs = tiers or [
+            slabs.open_memory(None, SlabShape(layout_id(layout, BLOCK), block_bytes, count), self.calls())
+            for count in num_slots
+        ]
+        books = TierBooks(num_slots)
+        books.load([slab.records() for slab in self.slabs])
+        staging = Staging(block_bytes, layout.page_bytes, memory)
+        self.tiers = self.core.tiers = Tiering(
+            *(books, lambda done: self._begin(staging, done), cache, layout, BLOCK, num_slots),
+            *(num_pages // 2, self._clock, lambda: None),
+        )
+        core = self.core
+        hooks = FillHooks(core._publish, core._offer, core._catch_up, core.load)
+        self.tiers.attach(hooks)
+        cache._note_lent = lambda pages: self.tiers.lent(pages)
+
+    def _begin(self, staging, done):
+        self.thread = ByHand(self.slabs, staging, done)
+        return self.thread
+
+    def calls(self):
+        def pread(fd, buffers, at):
+            if at in self.faults:
+                raise self.faults[at]
+            return os.preadv(fd, buffers, at)
+
+        return FileCalls(pread=pread)
+
+    def slot_at(self, place):
+        shape = self.slabs[place.tier].shape
+        return shape.slots_at + place.slot * shape.slot_bytes
+
+    def generate(self, prompt, max_tokens=3, **request):
+        """Its tokens, with all copies run at once."""
+        seq = self.submit(prompt, max_tokens, **request)
+        while seq not in self.finished:
+            self.turn()
+        self.turn()  # what it left is stored
+        return self.tokens[seq]
+
+    def turn(self):
+        self.now += 1.0
+        self.step()
+        self.thread.run()
+        self.core.check()
+
+    def fill_pool(self, seed, count=3):
+        for number in range(count):
+            prompt = prompt_of(100 * seed + number, 40)
+            assert self.generate(prompt) == continuation(prompt, 3)
+
+
+def prompt_of(seed, length):
+    return random.Random(seed).choices(range(500), k=length)
+
+
+def test_what_was_evicted_is_read_instead_of_computed():
+    rank = TieredRank()
+    prompts = [prompt_of(seed, 40) for seed in range(4)]  # two fit
+    for prompt in prompts:
+        rank.generate(prompt)
+    rank.turn()
+    computed = rank.computed_tokens
+    for prompt in prompts:
+        assert rank.generate(prompt) == continuation(prompt, 3)
+    # Of 40 tokens 39 may be matched: 4 blocks and one page of the fifth, which is no whole block.
+    assert rank.computed_tokens - computed <= 4 * (8 + 2)
+    assert rank.tiers.counts.hits >= 3 and rank.tiers.counts.loads == {"whole": rank.tiers.counts.hits}
+
+
+def test_a_rank_that_idles_stores_what_goes_next_and_then_sleeps():
+    rank = TieredRank()
+    seq = rank.submit(prompt_of(1, 60), 3)
+    while seq not in rank.finished:
+        rank.step()
+    idle_s = rank.tiers.idle_s
+    assert idle_s is not None and not rank.thread.waiting, "it has looked too early"
+    rank.now += idle_s
+    rank.step()
+    assert len(rank.thread.waiting) == 7
+    rank.thread.run()
+    rank.now += 1.0
+    rank.step()
+    assert rank.tiers.idle_s is None and not rank.thread.waiting
+
+
+def test_a_rank_with_room_for_all_stores_nothing():
+    rank = TieredRank(num_pages=64)
+    for prompt in (prompt_of(1, 40), prompt_of(2, 40)):
+        rank.generate(prompt)
+        rank.generate(prompt)
+    assert (rank.tiers.counts.bytes_down, len(rank.thread.waiting)) == (0, 0)
+
+
+def test_the_next_life_finds_what_the_last_one_has_stored():
+    rank = TieredRank()
+    rank.fill_pool(1)
+    again = TieredRank(tiers=rank.slabs)
+    rank.tiers.books.check()
+    prompt = prompt_of(100, 40)
+    assert again.generate(prompt) == continuation(prompt, 3)
+    assert again.computed_tokens <= 10
+
+
+def test_a_page_that_was_evicted_is_copied_no_more():
+    rank = TieredRank()
+    prompt = prompt_of(1, 40)
+    rank.generate(prompt)
+    rank.submit(prompt_of(2, 40))
+    while not rank.thread.waiting:
+        rank.now += 1.0
+        rank.step()
+    late, rank.thread.waiting, rank.thread.takes = rank.thread.waiting, [], False
+    rank.fill_pool(3)  # all pages are somebody else's by now
+    rank.thread.waiting, rank.thread.takes = late, True
+    rank.turn()
+    rank.turn()
+    assert rank.tiers.counts.overtaken > 0
+    assert rank.generate(prompt) == continuation(prompt, 3)
+
+
+def test_a_slot_that_came_changed_is_computed_instead():
+    rank = TieredRank()
+    prompt = prompt_of(1, 40)
+    rank.generate(prompt)
+    rank.fill_pool(2)
+    block = list(rank.tiers.books._blocks.values())[1]
+    os.pwrite(rank.slabs[0]._fd, b"\xee\xee", rank.slot_at(block.place) + 9)
+    assert rank.generate(prompt) == continuation(prompt, 3)
+    assert rank.tiers.counts.loads["corrupt"] == 1
+
+
+def test_a_block_is_another_one_behind_another_prefix():
+    """The fake's KV is of a token and its position, so here the same tokens come one block earlier."""
+    first, second, third = (prompt_of(seed, BLOCK) for seed in range(1, 4))
+    rank = TieredRank()
+    rank.generate([*first, *second, *third, 1])
+    rank.fill_pool(5)
+    prompt = [*first, *third, 1]
+    assert rank.generate(prompt) == continuation(prompt, 3)
+
+
+def test_who_shares_a_prefix_waits_for_its_read_and_goes_on_from_there():
+    rank = TieredRank(num_pages=48)
+    long = prompt_of(1, 64)
+    rank.generate(long)
+    rank.fill_pool(2, 5)
+    short, rest = rank.submit([*long[:33], 9]), rank.submit([*long, 9])
+    rank.step()
+    assert (short.phase, rest.phase) == (Phase.FILLING, Phase.FILLING)
+    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, Load)] == [4]
+    rank.thread.run(Load)
+    rank.step()
+    assert short.phase is not Phase.FILLING
+    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, Load)] == [4]
+    while len(rank.finished) < 8:
+        rank.turn()
+    for seq in (short, rest):
+        assert rank.tokens[seq] == continuation(seq.request.prompt_ids, 5)
+
+
+@pytest.mark.parametrize("ends", ["late", "cancelled", "failed", "refused"])
+def test_a_read_that_comes_to_nothing_costs_time_alone(ends):
+    rank = TieredRank()
+    prompt = prompt_of(1, 40)
+    rank.generate(prompt)
+    rank.fill_pool(2)
+    if ends == "refused":
+        rank.thread.takes = False
+    seq = rank.submit(prompt)
+    rank.step()
+    if ends == "refused":
+        assert seq.phase is not Phase.FILLING
+        rank.thread.takes = True
+    else:
+        assert seq.phase is Phase.FILLING and rank.tiers.idle_s <= 1.0
+        (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, Load)]
+    if ends == "failed":
+        rank.faults[rank.slot_at(load.pieces[2].place)] = OSError(5, "I/O error")
+    elif ends == "cancelled":
+        rank.core.cancel(seq)
+        rank.core.check()
+        before = rank.runner.slots.copy()
+        rank.thread.run(Load)
+        assert (rank.runner.slots == before).all(), "pages of nobody were written"
+    elif ends == "late":
+        rank.now += 1.0
+        rank.step()
+        assert seq.phase is not Phase.FILLING
+    while rank.core._active or rank.core._gate:
+        rank.turn()
+    rank.turn()
+    if ends != "cancelled":
+        assert rank.tokens[seq] == continuation(prompt, 5)
+    assert rank.generate(prompt) == continuation(prompt, 3)
+
+
+def test_a_tier_that_keeps_failing_is_left_alone_for_a_while():
+    rank = TieredRank()
+    prompts = [prompt_of(seed, 40) for seed in range(1, 5)]
+    for prompt in prompts:
+        rank.generate(prompt)
+    rank.fill_pool(9)
+    for block in rank.tiers.books._blocks.values():
+        if block.parent is None:
+            rank.faults[rank.slot_at(block.place)] = OSError(5, "I/O error")
+    for prompt in prompts:
+        assert rank.generate(prompt) == continuation(prompt, 3)
+        if rank.tiers.figures().is_off:
+            break
+    assert rank.tiers.counts.errors == 3
+    hits = rank.tiers.counts.hits
+    rank.fill_pool(9)
+    assert rank.tiers.counts.hits == hits
+    rank.faults.clear()
+    rank.now += 31
+    assert not rank.tiers.figures().is_off
+
+
+def test_whatever_happens_answers_are_the_oracles_and_nothing_is_lost():
+    for seed in range(12):
+        _live(random.Random(seed))
+
+
+def _live(rng):
+    rank = TieredRank(num_slots=(rng.choice([6, 40]), 12)[: rng.choice([1, 2])], num_pages=20, max_running=4)
+    begin = [prompt_of(seed, 40) for seed in range(3)]
+    seqs = []
+    for _ in range(120):
+        match rng.randrange(8):
+            case 0 | 1:
+                prompt = [*rng.choice(begin)[: rng.randrange(1, 40)], *prompt_of(rng.randrange(4), 8)]
+                seqs.append(rank.submit(prompt, rng.randrange(1, 6)))
+            case 2 if seqs:
+                rank.core.cancel(rng.choice(seqs))
+            case 3:
+                rank.thread.run(Load)
+            case 4:
+                rank.thread.run(Store)
+            case 5:
+                rank.thread.run()
+            case _:
+                rank.now += rng.choice([0.0, 0.05, 1.1])
+                rank.step()
+        rank.core.check()
+    while rank.core._active or rank.core._gate:
+        rank.turn()
+    for seq, tokens in rank.tokens.items():
+        assert tokens == continuation(seq.request.prompt_ids, len(tokens))
+    assert all(seq in rank.finished or seq.phase is Phase.ENDED for seq in seqs)
+    books = rank.core.check()
+    assert books.locked == books.private == 0
