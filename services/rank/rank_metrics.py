@@ -58,7 +58,7 @@ class RequestMetrics:
         self._pull_seconds = Histogram(
             "isthmus_pull_seconds",
             "A source asked until its KV was there, or it was given up.",
-            buckets=SECONDS,
+            buckets=(*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0),  # None is waited for longer.
             registry=registry,
         )
 

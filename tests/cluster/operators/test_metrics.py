@@ -132,6 +132,7 @@ def test_histograms_reach_as_far_as_a_request_may_wait():
                 edges[sample.name] = max(edges[sample.name], float(edge))
     assert edges.pop("isthmus_itl_seconds_bucket") == 5.0  # of one step
     assert edges.pop("isthmus_engine_step_seconds_bucket") == 30.0
+    assert edges.pop("isthmus_pull_seconds_bucket") == 30.0  # no source is waited for longer
     for name in ("prompt", "output"):
         assert edges.pop(f"isthmus_request_{name}_tokens_bucket") == 2**20
     config = RouterConfig(model="m")
