@@ -57,7 +57,7 @@ from bench.sglang_summary import (
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.make_model import make_model
 from services.cli.router_client import responses
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.net import channels
 from services.router.text.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ class Bench:
     router_path: str
 
     def stock_settings(self, dp_size: int) -> SglangSettings:
-        engine = EngineSettings(
+        engine = EngineConfig(
             engine="sglang",
             model=str(self.model),
             model_name="bench",

@@ -36,7 +36,7 @@ from prometheus_client.core import Metric
 from bench.checkpoint import Size, checkpoint
 from bench.report import Row, table, verdict, write_json
 from services.engine.choose import decode_engine
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import GenerationRequest, SamplingParams
 
@@ -83,7 +83,7 @@ class Load:
 class Side:
     """A rank, and what it answered."""
 
-    settings: EngineSettings
+    settings: EngineConfig
     tier_bytes: int = 0
     ttft_s: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -123,7 +123,7 @@ def _named(metrics: object, name: str) -> list[Metric]:
 
 
 async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads: int, seed: int) -> Row:
-    settings = EngineSettings(
+    settings = EngineConfig(
         model=str(model),
         num_threads=threads,
         self_check="off",

@@ -26,7 +26,7 @@ from bench.decode_cache.workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.paged.drafters import Mode
 from services.host.child_processes import dying_with_us
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -73,14 +73,14 @@ class RankSettings:
     draft_model: str = ""
     graph_mib: int | None = None
 
-    def decode_engine(self, cache_enabled: bool) -> EngineSettings:
+    def decode_engine(self, cache_enabled: bool) -> EngineConfig:
         settings = self.engine(self.decode_pages, cache_enabled=cache_enabled, itl_target_s=self.itl_target_s)
         return replace(settings, state_slots=self.decode_slots, window_pages=self.decode_window_pages)
 
     def engine(
         self, num_pages: int, *, cache_enabled: bool = True, itl_target_s: float | None = None
-    ) -> EngineSettings:
-        return EngineSettings(
+    ) -> EngineConfig:
+        return EngineConfig(
             engine=self.engine_name,
             fake_carried=self.fake_carried,
             fake_step_s=self.fake_step_s,

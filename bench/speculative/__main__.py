@@ -32,7 +32,7 @@ from bench.speculative.summary import Counts
 from bench.speculative.workload import CASES, RIGHT, TEXT_SEED, Case, Conversation, conversations
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.paged.drafters import Mode
 from services.kv.transfer_plan import moved_bytes
 from services.values.kv import KvLayout
@@ -67,7 +67,7 @@ class Checkpoints:
 
 
 @asynccontextmanager
-async def engine_of(settings: EngineSettings) -> AsyncIterator[DecodeEngine]:
+async def engine_of(settings: EngineConfig) -> AsyncIterator[DecodeEngine]:
     engine = decode_engine(settings, RankId("decode", 0, Generation(secrets.randbits(64))))
     await engine.start()
     try:
@@ -78,8 +78,8 @@ async def engine_of(settings: EngineSettings) -> AsyncIterator[DecodeEngine]:
 
 def settings_of(
     case: Case, mode: Mode, checkpoints: Checkpoints, draft_tokens: int, kv_pages: int
-) -> EngineSettings:
-    return EngineSettings(
+) -> EngineConfig:
+    return EngineConfig(
         engine="torch",
         model=checkpoints.target(case.share),
         model_name="bench",

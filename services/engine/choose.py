@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.engine.base import DecodeEngine, PrefillEngine
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.shell.decode_engine import PagedDecodeEngine
 from services.engine.paged.shell.paged_engine import CacheSettings
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from services.engine.sglang.service.worker import SglangWorker
 
 
-def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
+def decode_engines(settings: EngineConfig, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
     if settings.engine != "sglang":
         return [decode_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.DECODE, own_ids)
@@ -33,7 +33,7 @@ def decode_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Seque
     return [SglangDecodeEngine(worker, own_id) for own_id in own_ids]
 
 
-def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequence[PrefillEngine]:
+def prefill_engines(settings: EngineConfig, own_ids: Sequence[RankId]) -> Sequence[PrefillEngine]:
     if settings.engine != "sglang":
         return [prefill_engine(settings, own_id) for own_id in own_ids]
     worker = _sglang_worker(settings, Role.PREFILL, own_ids)
@@ -42,7 +42,7 @@ def prefill_engines(settings: EngineSettings, own_ids: Sequence[RankId]) -> Sequ
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
 
-def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
+def decode_engine(settings: EngineConfig, own_id: RankId) -> DecodeEngine:
     """Return the decode engine that the settings name, not started. Raises ConfigError."""
     pulls = settings.pulls(Role.DECODE)
     return PagedDecodeEngine(
@@ -61,7 +61,7 @@ def decode_engine(settings: EngineSettings, own_id: RankId) -> DecodeEngine:
     )
 
 
-def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngine:
+def prefill_engine(settings: EngineConfig, own_id: RankId) -> PagedPrefillEngine:
     """Return the prefill engine that the settings name, not started. Raises ConfigError."""
     pulls = settings.pulls(Role.PREFILL)
     return PagedPrefillEngine(
@@ -79,17 +79,17 @@ def prefill_engine(settings: EngineSettings, own_id: RankId) -> PagedPrefillEngi
     )
 
 
-def _cache(settings: EngineSettings, role: Role, own_id: RankId) -> CacheSettings:
+def _cache(settings: EngineConfig, role: Role, own_id: RankId) -> CacheSettings:
     cache = settings.cache(role)
     return replace(cache, tiers=replace(cache.tiers, rank=f"{own_id.worker}.{own_id.rank}"))
 
 
-def _open_writer(settings: EngineSettings) -> Transport:
+def _open_writer(settings: EngineConfig) -> Transport:
     """Return a transport for who writes. Over TCP one agent at both ends would take ten times as long."""
     return open_transport(settings.transport, replace(settings.nixl, writes=True))
 
 
-def _open_listener(settings: EngineSettings) -> Transport:
+def _open_listener(settings: EngineConfig) -> Transport:
     return open_transport(settings.transport, settings.nixl)
 
 
@@ -111,7 +111,7 @@ def _require_safetensors(directory: Path) -> None:
         raise ConfigError(f"{directory} is of a GGUF file, which engine torch alone reads")
 
 
-def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
+def _sglang_worker(settings: EngineConfig, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
     _require_safetensors(Path(settings.model))
@@ -122,7 +122,7 @@ def _sglang_worker(settings: EngineSettings, role: Role, own_ids: Sequence[RankI
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
-def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
+def _runner_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRunner]:
     if settings.engine == "torch":
         from services.engine.torch.draft import DraftModelSettings
         from services.engine.torch.runner import TorchRunner
@@ -159,7 +159,7 @@ def _runner_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelR
     raise ConfigError(f"--engine must be torch, fake or sglang, got {settings.engine!r}")
 
 
-def _fake_factory(settings: EngineSettings, role: Role) -> Callable[[], ModelRunner]:
+def _fake_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRunner]:
     from services.engine.fake import FakeRunner, FakeSpeed, parse_carried
     from services.engine.fake_draft import FakeDraftingRunner, parse_draft
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.engine.engine_settings import DEFAULT_KV_PAGES, EngineSettings
+from services.engine.engine_config import DEFAULT_KV_PAGES, EngineConfig
 from services.kv.tails import PoolSizes
 from services.model.layer_groups import LayerGroups, draft_groups, layer_groups
 from services.model.model_config import ITEM_BYTES, kv_dtype
@@ -48,7 +48,7 @@ class RanksMemory:
         return self.count * pages * self.page_bytes
 
 
-def ranks_memory(settings: EngineSettings, config: Mapping[str, Any]) -> RanksMemory | None:
+def ranks_memory(settings: EngineConfig, config: Mapping[str, Any]) -> RanksMemory | None:
     """Return what a worker's ranks take, or None where nobody reckons it.
 
     That is where memory is a GPU's or SGLang's business, or the model's size is not known.
@@ -91,9 +91,7 @@ def pool_pages(ranks: Sequence[RanksMemory], free_bytes: int, total_bytes: int) 
     return max(fewest, min(fitting, DEFAULT_KV_PAGES))
 
 
-def _ranks_memory(
-    settings: EngineSettings, config: Mapping[str, Any], draft: Mapping[str, Any]
-) -> RanksMemory:
+def _ranks_memory(settings: EngineConfig, config: Mapping[str, Any], draft: Mapping[str, Any]) -> RanksMemory:
     own_dtype, groups = kv_dtype(config), layer_groups(config)
     dtype = settings.dtype or own_dtype
     own_bytes = weights(config, dequantized=True).bytes_per_gpu()  # as a rank on a CPU has them

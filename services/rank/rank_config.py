@@ -1,6 +1,6 @@
 from dataclasses import dataclass, fields
 
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.host.ports import check_port, is_wildcard
 from services.settings.flags import Bounds, setting
 from services.values.errors import ConfigError
@@ -18,7 +18,7 @@ _NOT_SGLANG = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankConfig(EngineSettings):
+class RankConfig(EngineConfig):
     """These are the settings of a prefill or decode worker and of its ranks."""
 
     worker: str = setting(help="name of this worker, unique in the cluster")
@@ -41,7 +41,7 @@ class RankConfig(EngineSettings):
     )
 
     def __post_init__(self) -> None:
-        EngineSettings.__post_init__(self)
+        EngineConfig.__post_init__(self)
         num_ports = self.dp_size if self.rank_index is None else 1
         check_port("--port", self.port, num_ports)
         check_port("--metrics-port", self.metrics_port, num_ports)

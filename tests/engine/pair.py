@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.choose import decode_engines, prefill_engines
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.paged.core import EngineCore
 from services.engine.paged.shell.paged_engine import PagedEngine
 from services.net import servers
@@ -22,7 +22,7 @@ from services.values.rank import Plan, PullSource, RankAddress, RankId
 from services.values.request import Admitted, FinishReason, GenerationRequest, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
-FAKE = EngineSettings(
+FAKE = EngineConfig(
     engine="fake",
     num_threads=1,
     kv_pages=64,
@@ -38,7 +38,7 @@ FAKE = EngineSettings(
 )
 
 
-class EagerSettings(EngineSettings):
+class EagerSettings(EngineConfig):
     """Of ranks that keep nothing back for the growth of what runs, from the first sequence on."""
 
     def limits(self, role):
@@ -71,8 +71,8 @@ class Pair:
 
     def __init__(
         self,
-        settings: EngineSettings = FAKE,
-        prefill_settings: EngineSettings | None = None,
+        settings: EngineConfig = FAKE,
+        prefill_settings: EngineConfig | None = None,
         tls: TlsConfig | None = None,
         dp_size: int = 1,
     ):

@@ -24,7 +24,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.prompt_scores import check_scores
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.paged.shell import pulling
 from services.engine.paged.shell.pulling import PullBounds
@@ -50,7 +50,7 @@ SGLANG_MARKS = (
 
 @dataclass(frozen=True)
 class Fake:
-    settings: EngineSettings = FAKE
+    settings: EngineConfig = FAKE
     plans: frozenset[Plan] = frozenset(Plan)
     seeded: bool = True  # sampled tokens are a function of (seed, position)
 

@@ -16,7 +16,7 @@ from engine.paged.core_rank import Guesses
 from engine.pair import FAKE, Pair, core_of, eager
 from exactness.checkpoints import tiny_checkpoint
 from grammar.written import text_of
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.grammar.vocabulary import read_vocabulary
 from services.values.errors import InvalidRequest, PeerFailed
 from services.values.rank import Plan
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 
-def settings_of(engine: str, tokenizer: str = "bytes") -> EngineSettings:
+def settings_of(engine: str, tokenizer: str = "bytes") -> EngineConfig:
     directory = tiny_checkpoint(tokenizer=tokenizer)
     return replace(FAKE, engine=engine, model=str(directory), kv_pages=256)
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from services.engine.engine_settings import DEFAULT_KV_PAGES, EngineSettings
+from services.engine.engine_config import DEFAULT_KV_PAGES, EngineConfig
 from services.engine.pool_memory import pool_pages, ranks_memory, read_config
 from services.values.errors import ConfigError, Unavailable
 
@@ -22,7 +22,7 @@ SMALL = {  # SmolLM2-135M
     "tie_word_embeddings": True,
     "dtype": "float32",
 }
-SETTINGS = EngineSettings(model="m", dp_size=2)
+SETTINGS = EngineConfig(model="m", dp_size=2)
 RANKS = ranks_memory(SETTINGS, SMALL)
 
 

@@ -314,7 +314,7 @@ class Speculation:
         if self.mode == "off":
             return None
         if self.mode == "draft":
-            assert runner.draft is not None  # EngineSettings sees to it.
+            assert runner.draft is not None  # EngineConfig sees to it.
             return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)
         shares = self.mode == "tree"
         return Drafter(LookupSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)

@@ -1,6 +1,6 @@
 """Settings of one SGLang, for tests that change what they are about."""
 
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.values.rank import Role
 
@@ -17,4 +17,4 @@ def sglang_settings(model, role=Role.DECODE, worker="w", **changes):
         chunk_size=64,
         num_threads=1,
     )
-    return SglangSettings(EngineSettings(**{**fields, **changes}), role, worker)
+    return SglangSettings(EngineConfig(**{**fields, **changes}), role, worker)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from services.engine.engine_settings import EngineSettings
+from services.engine.engine_config import EngineConfig
 from services.engine.sglang.service import speculation_flags
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
@@ -133,7 +133,7 @@ _CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 class SglangSettings:
     """These belong to one worker with all its DP ranks: those of its engine, its role and its name."""
 
-    engine: EngineSettings
+    engine: EngineConfig
     role: Role
     worker: str
 

@@ -1,4 +1,6 @@
-"""An engine of either role is built with these: those of a rank's flags that are its engine's, as parsed."""
+"""This module has those flags of a rank that its engine is built with; services/rank/rank_config.py adds the
+rest.
+"""
 
 import os
 from dataclasses import dataclass, replace
@@ -26,8 +28,9 @@ _CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings(ClusterConfig):
-    """These belong to one rank, or to all in its process. Raises ConfigError when they do not go together."""
+class EngineConfig(ClusterConfig):
+    """These settings are of one rank, or of all in its process. Raises ConfigError if they do not go
+    together."""
 
     model: str = setting("", MODEL_HELP)
     dp_size: int = setting(
