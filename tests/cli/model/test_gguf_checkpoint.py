@@ -35,7 +35,7 @@ from services.cli.model.fetch_model import write_checkpoint
 from services.engine.choose import check_checkpoint
 from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.model.gguf import read_gguf
-from services.model.gguf_model import tokenizer_of
+from services.model.gguf_tokenizer import tokenizer_of
 from services.settings.gguf_directory import gguf_directory
 from services.settings.named_models import gguf_of
 from services.values.errors import ConfigError
