@@ -1,5 +1,5 @@
-"""This module converts a GGUF file to a checkpoint: names, weights and configuration. Its tokenizer is made by
-gguf_tokenizer.py.
+"""This module converts a GGUF file to a checkpoint: names, weights and configuration. gguf_tokenizer.py makes
+its tokenizer.
 
 Names differ in such a file, and in the llama family so does the order of Q's and K's rows: transformers
 rotates value i of a head with i + half, and llama.cpp rotates 2i with 2i + 1. llama.cpp's converter moves the
