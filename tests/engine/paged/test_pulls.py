@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -252,6 +253,38 @@ async def test_a_source_that_does_not_write_costs_time_only(subtests, monkeypatc
                 assert admitted.pulled.refused == "late"
                 assert admitted.computed_tokens == len(prompt)
                 assert admitted.pulled.seconds < 10
+
+
+async def test_a_pull_has_one_limit_by_what_it_saves(subtests, monkeypatch):
+    with subtests.test("what asking took is no more there for the writes"):
+        held = Held(monkeypatch)
+        async with Ranks() as ranks:
+            prompt = await ranks.hold()
+            grant = core_of(ranks.decode).pulls.grant
+            monkeypatch.setattr(
+                core_of(ranks.decode).pulls, "grant", lambda *request: time.sleep(0.5) or grant(*request)
+            )
+            held.closed = True
+            monkeypatch.setattr(pulling, "BOUNDS", PullBounds(1e9, 0.01, 0.6, 0.6, 0.6))
+            task = asyncio.create_task(ranks.ask(prompt))
+            await until_quarantined(ranks.decodes[1])
+            held.closed = False
+            pulled = (await task).pulled
+            assert pulled.refused == "late" and 0.6 <= pulled.seconds < 1.0
+            await ranks.assert_nothing_held()
+    with subtests.test("a source holds more than was known"):
+        saved = []
+
+        class Noting(PullBounds):
+            def limit_s(self, tokens, tokens_per_s):
+                saved.append(tokens)
+                return 20.0
+
+        async with Ranks() as ranks:
+            prompt = await ranks.hold()
+            monkeypatch.setattr(pulling, "BOUNDS", Noting())
+            assert (await ranks.ask(prompt, tokens=8)).pulled.tokens == 52
+            assert saved == [8, 52]
 
 
 async def test_bytes_that_come_changed_are_not_used(subtests, monkeypatch):

@@ -5,8 +5,9 @@
        --KvTicket--> ... <--landed, failed--                 sender's thread: PullGrant, then as any transfer
        engine's thread: published, or computed               the room has ended --> engine's thread: unlocked
 
-The states of a pull are in kv/handshake.py. It may take half of what computing instead would, a quarter of a
-second at least, and its grant a second; so it needs to know neither the way to a source nor how fast it is.
+The states of a pull are in kv/handshake.py. It may take half of what computing instead would, asking for it
+included. Its grant may take a second of that, and the writes a quarter of a second in any case. So it needs
+to know neither the way to a source nor how fast it is.
 """
 
 import asyncio
@@ -119,9 +120,8 @@ class _Pull:
         self._source = source
         self._reserved = reserved
         self._wanted = reserved.wanted
-        gain = self._wanted.expected_end - self._wanted.resumes_at
-        usual_s = BOUNDS.limit_s(gain, self._engine.load().prefill_tokens_per_s)
-        self._limit_s = usual_s if limit_s is None else limit_s
+        self._given_limit_s = limit_s
+        self._limit_s = self._limit_up_to(self._wanted.expected_end)
         self._grant_s = min(BOUNDS.grant_s, self._limit_s)
         self._room = Room(secrets.randbits(64))
         self._state = PullState.ASKED
@@ -134,6 +134,17 @@ class _Pull:
 
     def __repr__(self) -> str:
         return f"_Pull({self._room:016x} from {self._source.rank.id} {self._state.name})"
+
+    def _limit_up_to(self, end: int) -> float:
+        if self._given_limit_s is not None:
+            return self._given_limit_s
+        return BOUNDS.limit_s(end - self._wanted.resumes_at, self._engine.load().prefill_tokens_per_s)
+
+    @property
+    def _left_s(self) -> float:
+        """Return how long what was granted may take: what asking for it has left, or the least there is."""
+        left_s = self._limit_s - (time.monotonic() - self._began)
+        return max(left_s, min(BOUNDS.least_s, self._limit_s))
 
     async def run(self) -> None:
         try:
@@ -186,12 +197,14 @@ class _Pull:
             self._fail(PullEvent.REFUSED, "gone", "the stream to the source was lost")
             return
         self._grant = grant
+        self._limit_s = self._limit_up_to(grant.end)  # It may be another end than was expected.
         self.step(PullEvent.GRANTED)
         assert self._delta is not None
+        left_s = self._left_s
         try:
-            landed, _ = await within(self._limit_s, self._delta.landed_as_written())
+            landed, _ = await within(left_s, self._delta.landed_as_written())
         except TimeoutError:
-            self._fail(PullEvent.LATE, "late", f"it has not landed in {self._limit_s:.2f} s")
+            self._fail(PullEvent.LATE, "late", f"it has not landed in {left_s:.2f} s")
         except KvCorrupt as error:
             self._fail(PullEvent.STOPPED, "corrupt", str(error))
         except PeerFailed as error:
