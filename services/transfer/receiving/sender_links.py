@@ -210,7 +210,7 @@ class SenderLink:
         self._clock = clock
         self._seek = seek
         self._watches: dict[Room, RoomWatch] = {}
-        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}
+        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}  # Neither ticket nor end has followed.
         self._closing_when_idle = False
         self.alive = True
         self._reader = asyncio.create_task(self._read(), name=f"handshake-{address.id}")
@@ -241,13 +241,15 @@ class SenderLink:
             raise PeerFailed(f"the handshake stream to {self.address.id} was lost")
         watch = RoomWatch(ticket.room, self.address, self, ticket.write_until_s, self._clock, self._seek)
         self._watches[ticket.room] = watch
+        self._asked.pop(ticket.room, None)
         self._stream.send(_Message(ticket=convert.ticket_to_proto(ticket)))
         return watch
 
     def ask(self, request: PullRequest) -> asyncio.Future[PullGrant]:
         """Ask the peer what it holds of a prompt; its answer comes in the future, PullRefused where it is no.
 
-        Who awaits it no more calls `end_grant`. Raises PullRefused when the stream has ended.
+        After a grant comes the ticket or `end_grant`, which also is for who awaits it no more. Raises
+        PullRefused when the stream has ended.
         """
         if not self.alive:
             raise PullRefused("gone", None)
@@ -313,7 +315,7 @@ class SenderLink:
                     ended("the transfer was aborted")
             case "pull_grant":
                 grant = convert.pull_grant_from_proto(message.pull_grant)
-                if (answer := self._asked.pop(grant.room, None)) is not None and not answer.done():
+                if (answer := self._asked.get(grant.room)) is not None and not answer.done():
                     answer.set_result(grant)
             case other:
                 log.warning("kv_unexpected_message prefill=%s message=%s", self.address.id, other)

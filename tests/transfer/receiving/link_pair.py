@@ -99,8 +99,8 @@ class Prefill:
     def pool(self):
         return self.pools[0]
 
-    async def listen(self, port=0):
-        service = HandshakeService(self.sender)
+    async def listen(self, port=0, lend=None):
+        service = HandshakeService(self.sender, lend=lend)
         self.server = await servers.open_server(
             f"127.0.0.1:{port}",
             lambda server: handshake_pb2_grpc.add_HandshakeServicer_to_server(service, server),

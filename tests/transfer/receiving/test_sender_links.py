@@ -10,8 +10,8 @@ from services.net import channels
 from services.transfer.hello import Hello
 from services.transfer.receiving import sender_links as links_module
 from services.values.errors import PeerFailed, StaleGeneration, Unavailable
-from services.values.kv import PoolMemory
-from services.values.rank import Generation, RankAddress
+from services.values.kv import PoolMemory, PullGrant, PullRequest
+from services.values.rank import Generation, RankAddress, Room
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 from transfer.receiving.link_pair import DECODE, LAYOUT, until
 
@@ -32,6 +32,22 @@ async def test_links_with_an_old_stamp_are_made_anew(pair, prefill, link, monkey
     assert newer is not link
     prefill.request(watch.room, 10, (1, 2, 3))
     await watch.outcome()  # the old stream serves its rooms to their end
+    await until(lambda: not link.alive)
+
+
+async def test_a_stream_on_which_something_was_granted_stays_for_its_ticket(pair, prefill):
+    def lend(link_id, puller, request):
+        prefill.request(request.room, 12, (1, 2, 3))
+        prefill.sender.grant(link_id, PullGrant(request.room, 12))
+
+    link = await pair.links.link(await prefill.listen(lend=lend))
+    until_s = link.write_until_s(10.0)
+    grants = [await link.ask(PullRequest(Room(n), 7, "", (1,) * 12, 0, 1, until_s)) for n in (50, 51)]
+    link.close_when_idle()  # Its stamp is old: another one takes its place.
+    watch = pair.send_ticket(link, (4, 5, 6), prompt_len=12, room=grants[0].room)
+    await watch.outcome()
+    assert link.alive
+    link.end_grant(grants[1].room)
     await until(lambda: not link.alive)
 
 
