@@ -1,6 +1,7 @@
 """`isthmus drain` takes ranks out of service without breaking requests, and puts them back.
 
     in service --drain--> draining: nothing new, running requests go on --last one ends--> empty: exit code 0
+                          meanwhile, and after it, others take over what is cached there
          ^                                |                                                |
          +--------------- --undo, or a restart of the rank -------------------------------+
 
@@ -44,12 +45,19 @@ class DrainConfig(RanksConfig):
 
     targets: tuple[str, ...] = setting(help="WORKER for all of its ranks, or WORKER/RANK", positional=True)
     undo: bool = setting(False, "put them back into service")
+    hand_over_s: float | None = setting(
+        None,
+        "seconds in which others of their role may take over what they have cached, 0: none are asked; "
+        "default: what the rank was started with",
+    )
     timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: do not wait")
 
     def __post_init__(self) -> None:
         RanksConfig.__post_init__(self)
         if not 0 <= self.timeout_s < float("inf"):
             raise ConfigError(f"--timeout-s must be 0 or more, got {self.timeout_s:g}")
+        if self.hand_over_s is not None and not 0 <= self.hand_over_s < float("inf"):
+            raise ConfigError(f"--hand-over-s must be 0 or more, got {self.hand_over_s:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,43 +133,61 @@ async def _read_etcd(config: DrainConfig) -> list[ListedRank]:
     return [ListedRank(known.role, known.model, known.address, known.draining) for known in registrations]
 
 
-_Act = Callable[[grpc.aio.Channel, ListedRank, float], Awaitable[bool]]
+_Act = Callable[[grpc.aio.Channel, ListedRank, DrainConfig], Awaitable[bool]]
 
 
 async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
     try:
         async with channels.open_channel(rank.address.endpoint, config.tls()) as channel:
-            return await act(channel, rank, config.timeout_s)
+            return await act(channel, rank, config)
     except grpc.aio.AioRpcError as error:
         print(f"isthmus drain: {rank}: {grpc_errors.error_from(error)}", file=sys.stderr)
         return False
 
 
-async def _drain(channel: grpc.aio.Channel, rank: ListedRank, timeout_s: float) -> bool:
+async def _drain(channel: grpc.aio.Channel, rank: ListedRank, config: DrainConfig) -> bool:
     clock = asyncio.get_running_loop().time
-    deadline, shown, is_requested = clock() + timeout_s, -1, False
+    deadline, shown, is_requested = clock() + config.timeout_s, "", False
     while True:
         left_s = max(0.0, deadline - clock())
-        running = await _ask_to_drain(channel, rank, min(_POLL_S, left_s), only_wait=is_requested)
+        answer = await _ask_to_drain(channel, rank, config, min(_POLL_S, left_s), only_wait=is_requested)
         is_requested = True
-        if running == 0:
+        running, hands_over = answer.running, answer.HasField("hand_over") and not answer.hand_over.over
+        if running == 0 and not hands_over:
+            if answer.HasField("hand_over"):
+                print(f"{rank}: {_told(answer.hand_over)}", flush=True)
             print(f"{rank}: drained", flush=True)
             return True
         if left_s == 0:
-            print(f"{rank}: {running} still running after {timeout_s:g} s, and nothing new", flush=True)
+            what = f"{running} still running" if running else "still handing over"
+            print(f"{rank}: {what} after {config.timeout_s:g} s, and nothing new", flush=True)
             return False
-        if running != shown:
-            print(f"{rank}: draining, {running} running", flush=True)
-            shown = running
+        doing = f"draining, {running} running" if running else "handing over what is cached"
+        if doing != shown:
+            print(f"{rank}: {doing}", flush=True)
+            shown = doing
 
 
-async def _ask_to_drain(channel: grpc.aio.Channel, rank: ListedRank, wait_s: float, only_wait: bool) -> int:
+def _told(hand_over: rank_pb2.HandOver) -> str:
+    handed, left = hand_over.handed_tokens, hand_over.left_tokens
+    if not handed and not hand_over.successors and left:
+        return f"{left:,} cached tokens are left, for no rank of its kind can take them over"
+    others = "rank" if hand_over.successors == 1 else "ranks"
+    return f"handed over {handed:,} cached tokens to {hand_over.successors} {others}, left {left:,}"
+
+
+async def _ask_to_drain(
+    channel: grpc.aio.Channel, rank: ListedRank, config: DrainConfig, wait_s: float, only_wait: bool
+) -> rank_pb2.DrainResponse:
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
-    request = rank_pb2.DrainRequest(generation=generation, wait_s=wait_s, only_wait=only_wait)
-    return int((await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)).running)
+    request = rank_pb2.DrainRequest(
+        generation=generation, wait_s=wait_s, only_wait=only_wait, hand_over_s=config.hand_over_s
+    )
+    answer: rank_pb2.DrainResponse = await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)
+    return answer
 
 
-async def _undrain(channel: grpc.aio.Channel, rank: ListedRank, _timeout_s: float) -> bool:
+async def _undrain(channel: grpc.aio.Channel, rank: ListedRank, _config: DrainConfig) -> bool:
     request = rank_pb2.UndrainRequest(generation=rank.address.id.generation)
     await rank_pb2_grpc.RankStub(channel).Undrain(request, timeout=_ANSWER_TIMEOUT_S)
     print(f"{rank}: in service", flush=True)

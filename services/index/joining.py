@@ -47,6 +47,18 @@ def decode_registration(value: bytes) -> Registration:
     )
 
 
+async def registered(etcd: Etcd, keys: ClusterKeys) -> list[Registration]:
+    """Return the cluster's ranks. Raises Unavailable when etcd does not answer."""
+    _, found = await etcd.snapshot(keys.registrations)
+    ranks: list[Registration] = []
+    for kv in found:
+        try:
+            ranks.append(decode_registration(kv.value))
+        except ProtocolError as error:
+            logger.warning("registration_unreadable key=%r error=%s", kv.key, error)
+    return ranks
+
+
 async def register(
     etcd: Etcd, keys: ClusterKeys, registration: Registration, lease_id: int, *, take_over: bool = True
 ) -> None:

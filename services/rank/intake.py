@@ -16,8 +16,11 @@ from typing import Any
 
 import grpc
 
+from services.engine.base import HandsOver
+from services.rank.leaving import Leaving
 from services.values.errors import StaleGeneration, Unavailable
 from services.values.rank import RankId
+from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
@@ -75,11 +78,19 @@ class Intake:
         await self._through(self._close(again=only_wait))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while self.draining and self.num_running:
-                    await self._settled.wait()
+                await self.settled()
+        return self.running_of_drained()
+
+    def running_of_drained(self) -> int:
+        """Return how many requests run. Raises Unavailable where the drain has been undone."""
         if not self.draining:
             raise Unavailable(f"rank {self._own_id} was put back into service")
         return self.num_running
+
+    async def settled(self) -> None:
+        """Return when nothing runs, or requests are taken again."""
+        while self.draining and self.num_running:
+            await self._settled.wait()
 
     async def undrain(self) -> None:
         """Take requests again. Raises Unavailable when it is being stopped, or the routers cannot be told."""
@@ -144,19 +155,44 @@ async def _be_noticed() -> None:
 
 
 class Operations(rank_pb2_grpc.RankServicer):
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, hands_over: HandsOver | None, leaving: Leaving) -> None:
         self._intake = intake
+        self._hands_over = hands_over
+        self._leaving = leaving
 
     async def Drain(
         self, request: rank_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.DrainResponse:
         self._intake.check_life(request.generation)
         wait_s = finite("drain.wait_s", request.wait_s) if request.HasField("wait_s") else None
-        return rank_pb2.DrainResponse(running=await self._intake.drain(wait_s, request.only_wait))
+        if not request.only_wait:
+            asked_s = request.hand_over_s if request.HasField("hand_over_s") else None
+            self._leaving.begin(None if asked_s is None else finite("drain.hand_over_s", asked_s))
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self._intake.drain(wait_s, request.only_wait)
+        left_s = None if wait_s is None else max(0.0, wait_s - (clock() - began))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await self._leaving.ended()
+        running = self._intake.running_of_drained()
+        return rank_pb2.DrainResponse(running=running, hand_over=self._leaving.told())
 
     async def Undrain(
         self, request: rank_pb2.UndrainRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.UndrainResponse:
         self._intake.check_life(request.generation)
+        self._leaving.undo()
         await self._intake.undrain()
         return rank_pb2.UndrainResponse()
+
+    async def TakeOver(
+        self, request: rank_pb2.TakeOverRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.TakeOverResponse:
+        self._intake.check_life(request.generation)
+        asked = convert.take_over_from_proto(request)
+        if self._intake.draining or self._hands_over is None:
+            raise Unavailable("this rank takes nothing over: it drains, or does not pull")
+        taken = await self._hands_over.take_over(asked)
+        self._leaving.metrics.took(taken)
+        return convert.taken_over_to_proto(taken)

@@ -2,7 +2,7 @@
 
     /metrics served -> engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
-            -> deregistered -> engine stopped
+            -> others have taken over what is cached here (leaving.py) -> deregistered -> engine stopped
 
 `python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with `--rank-index`.
 With an engine that has all DP ranks in one (sglang) there is one such process, with a server, a registration
@@ -44,8 +44,9 @@ from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
 from services.rank.intake import OPERATIONS, Intake, Operations
+from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
-from services.rank.rank_metrics import EngineCollector
+from services.rank.rank_metrics import EngineCollector, HandOverMetrics
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
@@ -96,15 +97,24 @@ class OpenRank:
     engine: Engine
     server: servers.RpcServer
     intake: Intake
+    leaving: Leaving
     metrics_port: int
     failed: asyncio.Event
 
-    async def drain(self) -> None:
-        """Tell the routers that it stops; return when nothing is running.
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Tell the routers that it stops; return when nothing is running, or after `grace_s`, and others have
+        taken over what they could.
 
         What comes to a rank that has failed before they hear of it cannot be served, and is refused at once.
         """
-        await self.intake.stop(at_once=self.failed.is_set())
+        if not self.failed.is_set():
+            self.leaving.begin()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.intake.stop(at_once=self.failed.is_set())
+        except TimeoutError:
+            log.warning("drain_timed_out grace_s=%g", grace_s)
+        await self.leaving.ended(nothing_more_ends=True)
 
 
 MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
@@ -152,7 +162,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     # Probes ask the supervisor, and it the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
-    grace_s = config.grace_s + _AFTER_GRACE_S
+    grace_s = config.grace_s + config.hand_over_s + _AFTER_GRACE_S
     return supervisor.run(
         commands,
         grace_s,
@@ -265,9 +275,13 @@ async def run_ranks(
         if not stopping.is_set():
             notifier.serves()
         grace_s = configs[0].grace_s
+        within_s = grace_s + configs[0].hand_over_s
         await asyncio.gather(
             beating,
-            *(servers.serve_until_stopped(rank.server, stopping, grace_s, rank.drain) for rank in ranks),
+            *(
+                servers.serve_until_stopped(rank.server, stopping, within_s, partial(rank.drain, grace_s))
+                for rank in ranks
+            ),
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
     for own_id in own_ids:
@@ -349,9 +363,14 @@ async def open_rank(
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
         listen = host_port(bindable(config.host), config.port)
+        hands_over = engine.hands_over
+        leaving = Leaving(
+            hands_over, services.intake, config.hand_over_s, config.tls(), HandOverMetrics(page.registry)
+        )
+        operations = Operations(services.intake, hands_over, leaving)
         server = await servers.open_server(
             listen,
-            partial(_register, services),
+            partial(_register, services, operations),
             [*services.names, OPERATIONS],
             config.tls(),
             serving=False,
@@ -361,13 +380,15 @@ async def open_rank(
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         services.intake.tell = membership.say_draining
+        leaving.knows(address, membership.successors)
+        stack.push_async_callback(leaving.close)
         await server.set_serving(not (stopping.is_set() or failed.is_set()))
-        yield OpenRank(address, engine, server, services.intake, page.port, failed)
+        yield OpenRank(address, engine, server, services.intake, leaving, page.port, failed)
 
 
-def _register(services: Services, server: grpc.aio.Server) -> None:
+def _register(services: Services, operations: Operations, server: grpc.aio.Server) -> None:
     services.register(server)
-    rank_pb2_grpc.add_RankServicer_to_server(Operations(services.intake), server)
+    rank_pb2_grpc.add_RankServicer_to_server(operations, server)
 
 
 class StoppedEarly(Exception):

@@ -13,6 +13,7 @@ _NOT_SGLANG = (
     "kv_digest_share",
     "kv_tier",
     "pull",
+    "hand_over_s",
     "step_limit_s",
 )
 
@@ -30,6 +31,12 @@ class RankConfig(EngineConfig):
     )
     lease_ttl_s: int = setting(
         10, "TTL of the rank's etcd lease; without it the rank counts as suspect", bounds=Bounds(at_least=1)
+    )
+    hand_over_s: float = setting(
+        10.0,
+        "seconds in which other ranks may take over what this one has cached, when it is drained or, on top "
+        "of --grace-s, stopped; 0: none are asked",
+        bounds=Bounds(at_least=0),
     )
     index_flush_ms: float = setting(
         50.0, "least time between two writes of a rank's index to etcd", bounds=Bounds(at_least=0)

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.values.errors import DeadlineExceeded, KvCorrupt, PeerFailed
 from services.values.kv import KvPath
-from services.values.rank import Plan
+from services.values.rank import Plan, TakenOver
 from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, PrefillResult, Pulled
 
@@ -254,6 +254,32 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._read()
+
+
+class HandOverMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._tokens = Counter(
+            "isthmus_hand_over_tokens",
+            "Tokens of cached prefixes: handed to other ranks by this one when it was drained or stopped, "
+            "left here and lost with it, or taken over from ranks that left.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._bytes = Counter(
+            "isthmus_hand_over_received_bytes",
+            "KV bytes pulled from ranks that left, to take over what they had cached.",
+            registry=registry,
+        )
+        for outcome in ("handed", "left", "taken"):
+            self._tokens.labels(outcome)
+
+    def ended(self, handed_tokens: int, left_tokens: int) -> None:
+        self._tokens.labels("handed").inc(handed_tokens)
+        self._tokens.labels("left").inc(left_tokens)
+
+    def took(self, taken: TakenOver) -> None:
+        self._tokens.labels("taken").inc(taken.pulled_tokens)
+        self._bytes.inc(taken.pulled_bytes)
 
 
 class DecodeMetrics(RequestMetrics):

@@ -35,10 +35,12 @@ from services.values.rank import (
     Rendezvous,
     Role,
     Room,
+    TakenOver,
+    TakeOver,
 )
 from services.values.rank_reports import RankLoad
 from services.wire.fields import finite, message_of, value_of
-from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
+from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2, rank_pb2
 
 _Name = TypeVar("_Name")
 
@@ -225,15 +227,42 @@ def source_from_proto(pb: common_pb2.PullSource) -> PullSource:
 
 
 def pull_request_to_proto(request: PullRequest) -> handshake_pb2.PullRequest:
-    token_ids = np.array(request.token_ids, "<u4").tobytes()
-    return message_of(handshake_pb2.PullRequest, request, token_ids=token_ids)
+    return message_of(handshake_pb2.PullRequest, request, token_ids=_packed(request.token_ids))
 
 
 def pull_request_from_proto(pb: handshake_pb2.PullRequest) -> PullRequest:
-    if len(pb.token_ids) % 4:
-        raise ProtocolError(f"pull_request.token_ids has {len(pb.token_ids)} bytes, not whole ids")
-    token_ids = tuple(np.frombuffer(pb.token_ids, "<u4").tolist())
-    return value_of(PullRequest, pb, token_ids=token_ids)
+    return value_of(PullRequest, pb, token_ids=_unpacked("pull_request.token_ids", pb.token_ids))
+
+
+def take_over_to_proto(asked: TakeOver, generation: Generation) -> rank_pb2.TakeOverRequest:
+    source, token_ids = address_to_proto(asked.source), _packed(asked.token_ids)
+    return message_of(
+        rank_pb2.TakeOverRequest, asked, generation=generation, source=source, token_ids=token_ids
+    )
+
+
+def take_over_from_proto(pb: rank_pb2.TakeOverRequest) -> TakeOver:
+    token_ids = _unpacked("take_over.token_ids", pb.token_ids)
+    _positive("take_over.token_ids", len(token_ids))
+    return value_of(TakeOver, pb, source=address_from_proto(pb.source), token_ids=token_ids)
+
+
+def taken_over_to_proto(taken: TakenOver) -> rank_pb2.TakeOverResponse:
+    return message_of(rank_pb2.TakeOverResponse, taken)
+
+
+def taken_over_from_proto(pb: rank_pb2.TakeOverResponse) -> TakenOver:
+    return value_of(TakenOver, pb)
+
+
+def _packed(token_ids: tuple[int, ...]) -> bytes:
+    return np.array(token_ids, "<u4").tobytes()
+
+
+def _unpacked(field_name: str, packed: bytes) -> tuple[int, ...]:
+    if len(packed) % 4:
+        raise ProtocolError(f"{field_name} has {len(packed)} bytes, not whole ids")
+    return tuple(np.frombuffer(packed, "<u4").tolist())
 
 
 def pull_grant_to_proto(grant: PullGrant) -> handshake_pb2.PullGrant:

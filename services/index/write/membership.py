@@ -17,14 +17,15 @@ from dataclasses import replace
 from services.etcd.etcd_client import Etcd
 from services.etcd.etcd_errors import Backoff
 from services.etcd.lease import EtcdLease
-from services.index.joining import Schema, check_schema, register
+from services.index.joining import Schema, check_schema, register, registered
 from services.index.keys import ClusterKeys
 from services.index.write.publisher import Publisher, PublisherSettings
 from services.index.write.rank_ledger import RankLedger
+from services.kv.ticket import difference
 from services.process.events import first_of
-from services.values.errors import ConfigError, IsthmusError, StaleGeneration
+from services.values.errors import ConfigError, IsthmusError, StaleGeneration, Unavailable
 from services.values.kv import CacheEvents
-from services.values.rank_reports import Registration
+from services.values.rank_reports import PULLS, Registration
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,28 @@ class Membership:
             )
             return False
         return True
+
+    async def successors(self) -> list[Registration]:
+        """Return the ranks that may take over what this one has cached: they pull, serve the same and do not
+        drain.
+
+        Raises Unavailable when etcd does not answer in time.
+        """
+        own = self._registration
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                ranks = await registered(self._etcd, self._keys)
+        except TimeoutError as error:
+            raise Unavailable("etcd does not answer") from error
+        return [
+            rank
+            for rank in ranks
+            if (rank.role, rank.model) == (own.role, own.model)
+            and rank.id.key != own.id.key
+            and PULLS in rank.capabilities
+            and not rank.draining
+            and not difference(rank.layout, own.layout)
+        ]
 
     async def _stay_registered(self) -> None:
         backoff = Backoff(self._etcd.rng)

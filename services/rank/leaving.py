@@ -1,0 +1,281 @@
+"""A rank that leaves asks others to take over what it has cached, and keeps its copy until it ends.
+
+    drained, or stopped --> what is idle is offered --> nothing runs --> what ended meanwhile is offered
+                              |--undrain: the rest is not offered
+                              `--the time is over, nobody has room: it is left, and goes with the rank
+
+Who may take it is read from etcd, once for each of the two rounds. Who takes it pulls it as for a request
+(engine/paged/pulls.py): no bytes go another way. kv/hand_over.py says what is offered to whom.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from services.engine.base import HandsOver
+from services.kv.hand_over import HandOver, IdlePrefix
+from services.kv.radix_tree import Node
+from services.net import channels, grpc_errors
+from services.net.channels import TlsConfig
+from services.observe import log_lines
+from services.rank.rank_metrics import HandOverMetrics
+from services.values.errors import IsthmusError, Unavailable
+from services.values.rank import RankAddress, TakenOver, TakeOver
+from services.values.rank_reports import Registration
+from services.wire import convert
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
+
+if TYPE_CHECKING:
+    from services.rank.intake import Intake
+
+log = logging.getLogger(__name__)
+
+Successors = Callable[[], Awaitable[list[Registration]]]
+
+# A successor that is busy is asked again after this.
+_BUSY_S = 0.05
+_ANSWER_S = 1.0
+
+
+@dataclass(slots=True)
+class Progress:
+    handed_tokens: int = 0
+    handed_bytes: int = 0
+    cut_tokens: int = 0  # They are the ends of prefixes for which there was not room enough.
+    left_tokens: int = 0  # They include those.
+    successors: int = 0
+
+
+class Leaving:
+    """Each rank has one; `begin` may be called again, and after `undo`."""
+
+    def __init__(
+        self,
+        hands_over: HandsOver | None,
+        intake: "Intake",
+        hand_over_s: float,
+        tls: TlsConfig | None,
+        metrics: HandOverMetrics,
+    ) -> None:
+        self.metrics = metrics
+        self._hands_over = hands_over
+        self._intake = intake
+        self._hand_over_s = hand_over_s
+        self._tls = tls
+        self._address: RankAddress | None = None
+        self._successors: Successors | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._progress = Progress()
+        self._handed: set[Node] = set()
+        self._nothing_more_ends = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Leaving {self._progress}>"
+
+    def knows(self, address: RankAddress, successors: Successors) -> None:
+        """Note its own address, which its registration has, and who says which ranks there are."""
+        self._address, self._successors = address, successors
+
+    def begin(self, hand_over_s: float | None = None) -> None:
+        """Have others take over for so long; None stands for the rank's own setting, 0 for not at all."""
+        limit_s = self._hand_over_s if hand_over_s is None else hand_over_s
+        if limit_s <= 0 or self._hands_over is None or self._successors is None or self._task is not None:
+            return
+        self._progress, self._handed = Progress(), set()
+        run = self._run(self._hands_over, self._successors, limit_s)
+        self._task = asyncio.create_task(run, name="hand-over")
+
+    async def ended(self, *, nothing_more_ends: bool = False) -> None:
+        """Return when it is over, or was never begun. `nothing_more_ends`: requests get no more time."""
+        if nothing_more_ends:
+            self._nothing_more_ends.set()
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def undo(self) -> None:
+        """Offer nothing more, for the rank stays; what others have taken over they keep."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def close(self) -> None:
+        task = self._task
+        self.undo()
+        if task is not None:
+            await asyncio.wait({task})
+
+    def told(self) -> rank_pb2.HandOver | None:
+        """Return how far it is; None where nothing is handed over."""
+        if self._task is None:
+            return None
+        progress = self._progress
+        return rank_pb2.HandOver(
+            over=self._task.done(),
+            handed_tokens=progress.handed_tokens,
+            handed_bytes=progress.handed_bytes,
+            left_tokens=progress.left_tokens,
+            successors=progress.successors,
+        )
+
+    async def _run(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> None:
+        clock, progress = asyncio.get_running_loop().time, self._progress
+        began = clock()
+        try:
+            left_s = limit_s - await self._round(hands_over, successors, limit_s)
+            if self._intake.num_running and not self._nothing_more_ends.is_set():
+                await self._until_nothing_runs()
+                await self._round(hands_over, successors, left_s)
+        except IsthmusError as error:
+            log_lines.event(log, "hand_over_failed", level=logging.WARNING, reason=str(error))
+        except Exception:  # This is our own mistake, and no reason not to drain.
+            log.exception("hand_over_broken")
+        self.metrics.ended(progress.handed_tokens, progress.left_tokens)
+        log_lines.event(
+            log,
+            "handed_over",
+            handed_tokens=progress.handed_tokens,
+            handed_bytes=progress.handed_bytes,
+            left_tokens=progress.left_tokens,
+            successors=progress.successors,
+            seconds=round(clock() - began, 3),
+        )
+
+    async def _until_nothing_runs(self) -> None:
+        waits = [
+            asyncio.create_task(self._intake.settled()),
+            asyncio.create_task(self._nothing_more_ends.wait()),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _round(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> float:
+        """Offer what is idle and has not been taken yet; return how long that took.
+
+        Raises Unavailable when nobody says which ranks there are.
+        """
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        prefixes = [each for each in await hands_over.idle_prefixes() if each.node not in self._handed]
+        self._progress.left_tokens = self._progress.cut_tokens + sum(each.tokens for each in prefixes)
+        ranks = await successors() if prefixes else []
+        if ranks:
+            self._progress.successors = max(self._progress.successors, len(ranks))
+            async with AsyncExitStack() as stack:
+                await _Round(self, hands_over, ranks, prefixes, began + limit_s, stack).run()
+        return clock() - began
+
+    @property
+    def address(self) -> RankAddress:
+        assert self._address is not None, "it is known before anything is offered"
+        return self._address
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        return self._tls
+
+    def note_taken(self, prefix: IdlePrefix, taken: TakenOver) -> None:
+        held = min(taken.held_tokens, prefix.tokens)
+        self._handed.add(prefix.node)
+        self._progress.handed_tokens += held
+        self._progress.handed_bytes += taken.pulled_bytes
+        self._progress.left_tokens -= held
+        self._progress.cut_tokens += prefix.tokens - held
+
+    def note_dropped(self, prefix: IdlePrefix) -> None:
+        self._progress.left_tokens -= prefix.tokens
+
+
+class _Round:
+    def __init__(
+        self,
+        leaving: Leaving,
+        hands_over: HandsOver,
+        ranks: list[Registration],
+        prefixes: list[IdlePrefix],
+        deadline_s: float,
+        stack: AsyncExitStack,
+    ) -> None:
+        self._leaving = leaving
+        self._hands_over = hands_over
+        self._deadline_s = deadline_s
+        self._stack = stack
+        self._channels: dict[RankAddress, grpc.aio.Channel] = {}
+        self._plan = HandOver(prefixes, [rank.address for rank in ranks])
+
+    async def run(self) -> None:
+        asked: set[asyncio.Task[None]] = set()
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                while True:
+                    while (offer := self._plan.next()) is not None:
+                        asked.add(asyncio.create_task(self._offer(*offer)))
+                    if not asked:
+                        return
+                    done, asked = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+        except TimeoutError:
+            return  # What is left has been counted as such.
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def _offer(self, prefix: IdlePrefix, successor: RankAddress) -> None:
+        token_ids = await self._hands_over.spell(prefix)
+        if token_ids is None:
+            self._plan.dropped(prefix)
+            self._leaving.note_dropped(prefix)
+            return
+        try:
+            taken = await self._ask(prefix, successor, token_ids)
+        except IsthmusError as error:
+            log_lines.event(log, "hand_over_refused", successor=successor.id, reason=str(error))
+            self._plan.failed(prefix, is_out=True)
+            return
+        if taken.refused == "":
+            self._plan.taken(prefix, taken.held_tokens, taken.room_tokens)
+            self._leaving.note_taken(prefix, taken)
+        elif taken.refused == "busy":
+            await asyncio.sleep(_BUSY_S)
+            self._plan.busy(prefix)
+        elif taken.refused == "no_room":
+            self._plan.no_room(prefix)
+        else:
+            self._plan.failed(prefix, is_out=False)
+
+    async def _ask(self, prefix: IdlePrefix, successor: RankAddress, token_ids: tuple[int, ...]) -> TakenOver:
+        """Raises what the call failed with, and ProtocolError where its answer is none."""
+        within_s = self._deadline_s - asyncio.get_running_loop().time()
+        if within_s <= 0:
+            raise Unavailable("the time is over")
+        asked = TakeOver(
+            self._leaving.address,
+            prefix.salt,
+            token_ids,
+            prefix.idle_s,
+            prefix.protected_tokens,
+            within_s,
+        )
+        stub = rank_pb2_grpc.RankStub(await self._channel(successor))
+        request = convert.take_over_to_proto(asked, successor.id.generation)
+        try:
+            response = await stub.TakeOver(request, timeout=within_s + _ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            grpc_errors.heed_cancellation()
+            raise grpc_errors.error_from(error) from error
+        return convert.taken_over_from_proto(response)
+
+    async def _channel(self, successor: RankAddress) -> grpc.aio.Channel:
+        if successor not in self._channels:
+            channel = channels.open_channel(successor.endpoint, self._leaving.tls)
+            self._channels[successor] = await self._stack.enter_async_context(channel)
+        return self._channels[successor]

@@ -1,0 +1,105 @@
+"""A rank that is drained or stopped hands over what it has cached: the next turns find it elsewhere."""
+
+import asyncio
+
+import pytest
+
+from cluster.harness import FakeCluster, prompt_of
+from cluster.ranks.test_drain import command, hold, placed_on, until_excluded
+from services.engine.fake import continuation
+
+__all__ = ["hold"]
+
+TURNS = 6
+
+
+async def first_turns(cluster, length=61):
+    """Conversations by id, each with the prompt of its second turn, and where its first was."""
+    turns = {}
+    for number in range(TURNS):
+        prompt, name = prompt_of(number, length), f"c{number}"
+        tokens, finish = await cluster.generate(prompt, conversation_id=name)
+        turns[name] = [*prompt, *tokens, 1, 2], placed_on(finish, "decode")
+    return turns
+
+
+def on(turns, rank):
+    return {name: prompt for name, (prompt, where) in turns.items() if where == rank}
+
+
+@pytest.mark.parametrize("how", ["drained", "stopped"])
+async def test_the_next_turn_finds_its_prefix_on_a_successor(
+    etcd_endpoint, model_dir, cluster_name, capsys, how
+):
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        turns = await first_turns(cluster)
+        leaver = max((where for _, where in turns.values()), key=lambda rank: len(on(turns, rank)))
+        (successor,) = {"decode-0/0", "decode-1/0"} - {leaver}
+        mine = on(turns, leaver)
+        assert mine
+        if how == "drained":
+            assert await command(cluster, leaver) == 0
+            cached = sum(len(prompt) - 3 for prompt in mine.values()) // 4 * 4
+            said = capsys.readouterr().out
+            assert f"{leaver}: handed over " in said and " cached tokens to 1 rank, left 0" in said
+            assert f"{leaver}: drained" in said
+            handed = cluster.ranks[leaver].leaving.told()
+            assert handed.over and cached - 4 * len(mine) <= handed.handed_tokens <= cached + 4 * len(mine)
+        else:
+            await cluster.ranks[leaver].drain(1.0)
+            await cluster.stop_rank(leaver)
+        rank = cluster.ranks[successor]
+        for name, prompt in mine.items():
+            await cluster.until_indexed(rank.address.id, prompt[: (len(prompt) - 3) // 4 * 4])
+            tokens, finish = await cluster.generate(prompt, conversation_id=name)
+            assert tokens == continuation(prompt, 8)
+            assert placed_on(finish, "decode") == successor
+            assert finish.usage.computed_tokens <= 7
+        await cluster.assert_nothing_held()
+
+
+async def test_what_runs_is_handed_over_when_it_has_ended(etcd_endpoint, model_dir, cluster_name, hold):
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        prompt = prompt_of(0, 61)
+        hold.end = len(prompt) + 4
+        stream = asyncio.create_task(cluster.generate(prompt, 8, conversation_id="c", timeout=100))
+        await hold.reached()
+        (leaver,) = (name for name, rank in cluster.ranks.items() if rank.intake.num_running)
+        draining = asyncio.create_task(command(cluster, leaver))
+        await until_excluded(cluster, leaver, "draining")
+        assert not draining.done()
+        hold.release()
+        tokens, finish = await stream
+        assert placed_on(finish, "decode") == leaver and await draining == 0
+        told = cluster.ranks[leaver].leaving.told()
+        assert (told.handed_tokens, told.left_tokens, told.successors) == (68, 0, 1)
+        again = [*prompt, *tokens, 1, 2]
+        _, finish = await cluster.generate(again, conversation_id="c")
+        assert placed_on(finish, "decode") != leaver and finish.usage.computed_tokens == len(again) - 68
+        await cluster.assert_nothing_held()
+
+
+async def test_nobody_takes_over(etcd_endpoint, model_dir, cluster_name, capsys, subtests):
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        turns = await first_turns(cluster)
+        leaver = turns["c0"][1]
+        (other,) = {"decode-0/0", "decode-1/0"} - {leaver}
+        with subtests.test("it is not wanted"):
+            assert await command(cluster, leaver, "--hand-over-s=0") == 0
+            assert "cached tokens" not in capsys.readouterr().out
+            assert cluster.ranks[leaver].leaving.told() is None
+            assert await command(cluster, leaver, "--undo") == 0
+        with subtests.test("the others drain, too"):
+            assert await command(cluster, other, "--hand-over-s=0") == 0
+            capsys.readouterr()
+            assert await command(cluster, leaver) == 0
+            assert "cached tokens are left, for no rank of its kind" in capsys.readouterr().out
+        with subtests.test("it is put back and drained again"):
+            assert await command(cluster, leaver, other, "--undo") == 0
+            assert cluster.ranks[leaver].leaving.told() is None
+            assert await command(cluster, leaver) == 0
+            assert "to 1 rank, left 0" in capsys.readouterr().out
+        await cluster.assert_nothing_held()
