@@ -208,6 +208,18 @@ def closure_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(books.TierBooks, "drop", drop)
 
 
+def take_over_evicts_younger(patch: pytest.MonkeyPatch) -> None:
+    """What is taken over from a rank that leaves displaces what was used since, as what is used now does."""
+    from services.kv.prefix_cache import PrefixCache
+
+    def mutated(cache, pages, num_pages, *, protected):
+        num_pages = min(num_pages, cache.available_pages)
+        cache.extend(pages, num_pages)
+        return num_pages
+
+    patch.setattr(PrefixCache, "extend_idle", mutated)
+
+
 MUTATIONS = {
     f.__name__: f
     for f in (
@@ -224,6 +236,7 @@ MUTATIONS = {
         tier_wrong_parent,
         demote_after_eviction,
         closure_off,
+        take_over_evicts_younger,
     )
 }
 
