@@ -6,6 +6,7 @@ import pytest
 
 from cluster.harness import FakeCluster, prompt_of
 from cluster.ranks.test_drain import command, hold, placed_on, until_excluded
+from engine.paged.test_pulls import Held
 from services.engine.fake import continuation
 
 __all__ = ["hold"]
@@ -103,3 +104,49 @@ async def test_nobody_takes_over(etcd_endpoint, model_dir, cluster_name, capsys,
             assert await command(cluster, leaver) == 0
             assert "to 1 rank, left 0" in capsys.readouterr().out
         await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("carried", ["", pytest.param("window:6,state", marks=pytest.mark.long)])
+async def test_what_comes_between_costs_nothing(
+    etcd_endpoint, model_dir, cluster_name, capsys, monkeypatch, subtests, carried
+):
+    """Writes to a successor do not land until something else has happened; no page is lost for that."""
+    held = Held(monkeypatch)
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",), fake_carried=carried)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        turns = await first_turns(cluster)
+        leaver = turns["c0"][1]
+        (successor,) = {"decode-0/0", "decode-1/0"} - {leaver}
+
+        async def drained_in_the_middle(*flags):
+            held.closed = True
+            draining = asyncio.create_task(command(cluster, leaver, *flags))
+            async with asyncio.timeout(20):
+                while not cluster.ranks[leaver].engine.sender.writes_in_flight:
+                    await asyncio.sleep(0.005)
+            return draining
+
+        with subtests.test("it is put back"):
+            draining = await drained_in_the_middle()
+            assert await command(cluster, leaver, "--undo") == 0
+            assert await draining == 1 and "was put back into service" in capsys.readouterr().err
+            assert cluster.ranks[leaver].leaving.told() is None
+            held.closed = False
+            await cluster.assert_nothing_held()
+        with subtests.test("the time is over"):
+            draining = await drained_in_the_middle("--hand-over-s=0.3")
+            assert await draining == 0
+            told = cluster.ranks[leaver].leaving.told()
+            assert told.over and told.left_tokens > 0
+            held.closed = False
+            await cluster.assert_nothing_held()
+            assert await command(cluster, leaver, "--undo") == 0
+        with subtests.test("the successor is gone"):
+            draining = await drained_in_the_middle()
+            stopping = asyncio.create_task(cluster.stop_rank(successor))
+            assert await draining == 0
+            told = cluster.ranks[leaver].leaving.told()
+            assert (told.over, told.successors) == (True, 1) and told.left_tokens > 0
+            held.closed = False
+            await stopping
+            await cluster.assert_nothing_held()
