@@ -118,9 +118,9 @@ async def test_what_comes_between_costs_nothing(
         leaver = turns["c0"][1]
         (successor,) = {"decode-0/0", "decode-1/0"} - {leaver}
 
-        async def drained_in_the_middle(*flags):
+        async def drained_in_the_middle():
             held.closed = True
-            draining = asyncio.create_task(command(cluster, leaver, *flags))
+            draining = asyncio.create_task(command(cluster, leaver))
             async with asyncio.timeout(20):
                 while not cluster.ranks[leaver].engine.sender.writes_in_flight:
                     await asyncio.sleep(0.005)
@@ -134,8 +134,8 @@ async def test_what_comes_between_costs_nothing(
             held.closed = False
             await cluster.assert_nothing_held()
         with subtests.test("the time is over"):
-            draining = await drained_in_the_middle("--hand-over-s=0.3")
-            assert await draining == 0
+            held.closed = True
+            assert await command(cluster, leaver, "--hand-over-s=0.3") == 0
             told = cluster.ranks[leaver].leaving.told()
             assert told.over and told.left_tokens > 0
             held.closed = False
