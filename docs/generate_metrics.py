@@ -30,7 +30,7 @@ from services.index.read.mirror import Mirror
 from services.index.write.membership import Membership
 from services.net.certificates import CertificateCollector
 from services.observe import build_info
-from services.rank.rank_metrics import DecodeMetrics, PrefillMetrics
+from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMetrics
 from services.router.cluster import Cluster
 from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
@@ -114,6 +114,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine()))
         DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine()))
         for role in (Role.PREFILL, Role.DECODE):
+            HandOverMetrics(made[role.value])
             address = RankAddress(RankId("w", 0, Generation(1)), "127.0.0.1:1")
             registration = Registration(role, address, KvLayout(64, 1, 0), "m", 1, 1, "fake", (), "")
             membership = Membership(etcd, keys, Schema(64, "s"), registration)

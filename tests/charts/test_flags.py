@@ -109,7 +109,7 @@ def test_nought_is_a_service_s_own_value_too(chart_copy):
     objects = render(values)
     assert [objects.config(c).trace_sample_ratio for c in OURS] == [0.5, 0.5, 0.0]
     assert objects.config("decode").grace_s == 0
-    assert objects.pods()["decode"]["terminationGracePeriodSeconds"] == 25
+    assert objects.pods()["decode"]["terminationGracePeriodSeconds"] == 35
 
     # No flag of several services is a boolean yet.
     probe = """

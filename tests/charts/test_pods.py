@@ -52,8 +52,17 @@ def test_the_kubelet_waits_longer_than_the_service_does(component, grace_s):
         assert stop == ["sleep", "5"]
         needed += int(stop[1])
     else:
-        needed += SUPERVISOR_S
+        assert config.hand_over_s == 10
+        needed += config.hand_over_s + SUPERVISOR_S
     assert needed + 5 <= pod["terminationGracePeriodSeconds"] <= needed + 20
+
+
+def test_a_worker_that_hands_over_for_longer_or_not_at_all_is_given_the_time():
+    objects = render(
+        merged(LEAST, {"decode": {"flags": {"hand-over-s": 90}}, "prefill": {"flags": {"hand-over-s": 0}}})
+    )
+    waits = {name: objects.pods()[name]["terminationGracePeriodSeconds"] for name in ("decode", "prefill")}
+    assert waits == {"decode": 30 + 90 + 25, "prefill": 30 + 25}
 
 
 @pytest.mark.parametrize("component", OURS)

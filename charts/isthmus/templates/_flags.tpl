@@ -65,3 +65,9 @@
 {{- $flags := mergeOverwrite (dict "grace-s" 30) .root.Values.flags .values.flags -}}
 {{ int (index $flags "grace-s" | ceil) }}
 {{- end -}}
+
+{{/* {root, values} of a worker */}}
+{{- define "isthmus.handOverSeconds" -}}
+{{- $flags := mergeOverwrite (dict "hand-over-s" 10) .root.Values.flags .values.flags -}}
+{{ int (index $flags "hand-over-s" | ceil) }}
+{{- end -}}
