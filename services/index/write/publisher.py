@@ -21,8 +21,9 @@ from services.etcd.etcd_client import Etcd
 from services.etcd.etcd_errors import Backoff, EtcdNoSpace, LeaseNotFound
 from services.index.degraded import Degraded, reason_of
 from services.index.keys import ClusterKeys
+from services.index.write.flush_pace import FlushPace
 from services.index.write.prefix_writer import LogLimits, PrefixWriter
-from services.index.write.rank_ledger import FlushPace, RankLedger
+from services.index.write.rank_ledger import RankLedger
 from services.values.errors import IsthmusError, StaleGeneration
 from services.values.kv import CacheEvents
 from services.values.rank import RankId

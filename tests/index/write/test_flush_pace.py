@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.index.write.rank_ledger import FlushPace
+from services.index.write.flush_pace import FlushPace
 
 
 def paced(num_ranks: int = 1) -> FlushPace:
