@@ -31,7 +31,7 @@ import grpc
 from services.net import channels, grpc_errors
 from services.net.channels import TlsConfig
 from services.router.connections.output_stream import Coalescing, OutputStream
-from services.router.connections.rank_health import PrefillWatch, SilenceLimit
+from services.router.connections.rank_health import SILENCE_S, PrefillWatch, SilenceLimit
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, PeerFailed, ProtocolError
 from services.values.rank import RankAddress, RankKey
 from services.values.rank_reports import RankLoad
@@ -81,7 +81,6 @@ class Commands:
 
 log = logging.getLogger(__name__)
 
-SILENCE_S = 5.0  # These are ten missed reports.
 _RETRY_S = 0.2
 _ATTACH = f"/{decode_pb2.DESCRIPTOR.services_by_name['Decode'].full_name}/Attach"
 _START = decode_pb2.Command.START_FIELD_NUMBER
@@ -197,7 +196,7 @@ class DecodeClient:
         call = self._channel.stream_stream(_ATTACH, None, decode_pb2.StepOutputs.FromString)()
         writer = asyncio.create_task(self._write(call))
         try:
-            async with self._silence.bounded(SILENCE_S):
+            async with self._silence.bounded():
                 await self._read(call)
         finally:
             writer.cancel()

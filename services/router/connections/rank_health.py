@@ -35,6 +35,7 @@ from services.values.rank_reports import RankLoad
 from services.wire import convert
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
 
+SILENCE_S = 5.0  # These are ten missed reports.
 _TICK_S = 0.5
 
 
@@ -48,19 +49,19 @@ class SilenceLimit:
         self._ticks = 0
 
     @asynccontextmanager
-    async def bounded(self, limit_s: float) -> AsyncIterator[None]:
-        """Raise TimeoutError in the reader when nothing was received for so long."""
+    async def bounded(self) -> AsyncIterator[None]:
+        """Raise TimeoutError in the reader when nothing was received for SILENCE_S."""
         limit = asyncio.timeout(None)
-        watch = asyncio.create_task(self._count(limit, limit_s))
+        watch = asyncio.create_task(self._count(limit))
         try:
             async with limit:
                 yield
         finally:
             watch.cancel()
 
-    async def _count(self, limit: asyncio.Timeout, limit_s: float) -> None:
+    async def _count(self, limit: asyncio.Timeout) -> None:
         self._ticks = 0
-        while self._ticks * _TICK_S < limit_s:
+        while self._ticks * _TICK_S < SILENCE_S:
             await asyncio.sleep(_TICK_S)
             self._ticks += 1
         limit.reschedule(asyncio.get_running_loop().time())
@@ -70,7 +71,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.2, 30.0
 _SILENT_RETRY_S = 1.0  # This is the longest; a silent rank is used again as soon as it reports.
-_SILENCE_S = 5.0  # These are ten missed reports.
 
 
 class PrefillWatch:
@@ -121,7 +121,7 @@ class PrefillWatch:
         request = prefill_pb2.WatchLoadRequest(generation=self.address.id.generation)
         call = prefill_pb2_grpc.PrefillStub(self._channel).WatchLoad(request)
         try:
-            async with self._silence.bounded(_SILENCE_S):
+            async with self._silence.bounded():
                 while (message := await call.read()) is not grpc.aio.EOF:
                     self._note_report(convert.load_from_proto(message.load))
         finally:
@@ -137,7 +137,7 @@ class PrefillWatch:
 
     def _note_silence(self) -> None:
         if self._has_reported and not self._silent:
-            log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, _SILENCE_S)
+            log.warning("prefill_rank_silent rank=%s silent_s=%g", self.address.id, SILENCE_S)
             self._silent = True
             self._on_silent()
 

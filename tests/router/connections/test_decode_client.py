@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from services.net import channels, servers
-from services.router.connections import rank_connections, rank_health
+from services.router.connections import rank_health
 from services.router.connections.rank_connections import DecodeClient, DecodeRankLost
 from services.values.errors import InvalidRequest
 from services.values.rank import Generation, RankAddress, RankId
@@ -76,7 +76,7 @@ SILENCE_S = 0.4  # 20 ticks
 @pytest.fixture
 def soon_silent(monkeypatch):
     monkeypatch.setattr(rank_health, "_TICK_S", 0.02)
-    monkeypatch.setattr(rank_connections, "SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(rank_health, "SILENCE_S", SILENCE_S)
 
 
 async def test_a_silent_rank_is_lost(soon_silent):

@@ -130,7 +130,7 @@ SILENCE_S = 0.4  # 20 ticks
 @pytest.fixture
 def soon_silent(monkeypatch):
     monkeypatch.setattr(rank_health, "_TICK_S", 0.02)
-    monkeypatch.setattr(rank_health, "_SILENCE_S", SILENCE_S)
+    monkeypatch.setattr(rank_health, "SILENCE_S", SILENCE_S)
     monkeypatch.setattr(rank_health, "_FIRST_RETRY_S", 0.02)
     monkeypatch.setattr(rank_health, "_SILENT_RETRY_S", 0.02)
     monkeypatch.setattr(rank_health, "_LONGEST_RETRY_S", 0.02)
