@@ -8,9 +8,9 @@ GenerateResponse, one by one -> Answer.events()  -> server-sent events
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from services.observe import traces
 from services.router.dialects.json_body import Body, InvalidParameter
@@ -141,12 +141,11 @@ class Envelope:
     created: int  # This is in seconds since the epoch.
 
 
-class Dialect(Protocol[CallT]):
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[CallT]):
     name: str  # This is the name in metrics.
-
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> CallT:
-        """Return the call that a body and its headers request. This may run in any thread.
-        Raises InvalidParameter."""
-
-    def answer(self, call: CallT, envelope: Envelope) -> Answer:
-        """Return the formatter of the answer to this call. Raises IsthmusError."""
+    # This returns the call that a body and its headers request. It may run in any thread, and raises
+    # InvalidParameter.
+    read: Callable[[Mapping[str, object], Mapping[str, str]], CallT]
+    # This returns the formatter of the answer to a call, and raises IsthmusError.
+    answer: Callable[[CallT, Envelope], Answer]

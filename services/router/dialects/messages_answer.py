@@ -11,8 +11,7 @@ from datetime import UTC, datetime
 from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
 from services.router.dialects.dialect import Envelope, Event, Json
 from services.router.dialects.http_errors import status_of
-from services.router.dialects.messages_call import MessagesCall, read_messages_call
-from services.router.dialects.sampling import SamplingDefaults
+from services.router.dialects.messages_call import MessagesCall
 from services.router.dialects.usage_json import isthmus_json
 from services.router.text.answer_message import with_whole_characters
 from services.values.errors import Aborted, InvalidRequest, IsthmusError
@@ -30,19 +29,6 @@ _DELTAS = {
     Kind.TEXT: ("text_delta", "text"),
     Kind.CALL: ("input_json_delta", "partial_json"),
 }
-
-
-class AnthropicDialect:
-    name = "messages"
-
-    def __init__(self, defaults: SamplingDefaults) -> None:
-        self._defaults = defaults
-
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> MessagesCall:
-        return read_messages_call(fields, headers, self._defaults)
-
-    def answer(self, call: MessagesCall, envelope: Envelope) -> "MessageAnswer":
-        return MessageAnswer(call, envelope)
 
 
 class MessageAnswer:

@@ -1,6 +1,6 @@
-"""These classes read and answer chat completions and completions, as one object or as chunks and [DONE]."""
+"""Chat completions and completions are answered as one object, or as chunks and [DONE]."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from json import JSONEncoder
 
@@ -17,7 +17,6 @@ from services.router.dialects.choice_formats import (
 from services.router.dialects.dialect import Envelope, Event, Json, json_text
 from services.router.dialects.http_errors import error_json
 from services.router.dialects.openai_call import OpenAiCall
-from services.router.dialects.sampling import SamplingDefaults
 from services.router.dialects.usage_json import answers_json, isthmus_json, usage_json
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
@@ -43,33 +42,7 @@ def is_text_alone(response: GenerateResponse) -> bool:
     return bool(response.text) and not has_more
 
 
-_ReadCall = Callable[[Mapping[str, object], Mapping[str, str], SamplingDefaults], OpenAiCall]
 _MakeFormat = Callable[[TokenText, TokenBytes], AnswerFormat]
-
-
-class OpenAiDialect:
-    def __init__(
-        self,
-        name: str,
-        read_call: _ReadCall,
-        make_format: _MakeFormat,
-        defaults: SamplingDefaults,
-        token_text: TokenText,
-        token_bytes: TokenBytes,
-    ) -> None:
-        self.name = name
-        self._read_call = read_call
-        self._make_format = make_format
-        self._defaults = defaults
-        self._token_text, self._token_bytes = token_text, token_bytes
-
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
-        return self._read_call(fields, headers, self._defaults)
-
-    def answer(self, call: OpenAiCall, envelope: Envelope) -> "OpenAiAnswer":
-        words = self._token_text, self._token_bytes
-        formats = [self._make_format(*words) for _ in range(call.num_answers)]
-        return OpenAiAnswer(call, formats, envelope, words)
 
 
 class OpenAiAnswer:
@@ -80,13 +53,13 @@ class OpenAiAnswer:
     def __init__(
         self,
         call: OpenAiCall,
-        formats: Sequence[AnswerFormat],
         envelope: Envelope,
+        make_format: _MakeFormat,
         words: tuple[TokenText, TokenBytes],
     ) -> None:
         self.request = call.request
         self._call = call
-        self._formats = formats
+        self._formats = [make_format(*words) for _ in range(call.num_answers)]
         self._envelope = envelope
         self._token_text, self._token_bytes = words
         self._prompts: dict[int, list[int]] = {}  # This holds the ids of prompts where they are requested.

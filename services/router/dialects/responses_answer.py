@@ -9,7 +9,7 @@ tenant with the most bytes loses its least recently used response first; using a
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, Part, Parts, Step, parts_of
@@ -17,12 +17,10 @@ from services.router.dialects.dialect import Envelope, Event, Json
 from services.router.dialects.http_errors import RESPONSES_PROMPT, error_json
 from services.router.dialects.responses_call import (
     ResponsesCall,
-    read_responses_call,
     turn_of,
     turns_of,
     with_instructions,
 )
-from services.router.dialects.sampling import SamplingDefaults
 from services.router.dialects.usage_json import isthmus_json
 from services.router.tenant_lru import TenantLru
 from services.values.errors import Aborted, NotFound
@@ -309,17 +307,3 @@ def _usage(usage: Usage) -> Json:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-class ResponsesDialect:
-    name = "responses"
-
-    def __init__(self, defaults: SamplingDefaults, store: ResponseStore) -> None:
-        self._defaults = defaults
-        self._store = store
-
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> ResponsesCall:
-        return read_responses_call(fields, headers, self._defaults)
-
-    def answer(self, call: ResponsesCall, envelope: Envelope) -> ResponseAnswer:
-        return ResponseAnswer(call, envelope, self._store)

@@ -14,7 +14,7 @@ from services.router.dialects.body_params import (
     read_n,
 )
 from services.router.dialects.choice_formats import finite
-from services.router.dialects.dialect import Call, Envelope, Event, Json, read_addressee, traceparent_of
+from services.router.dialects.dialect import Call, Event, Json, read_addressee, traceparent_of
 from services.router.dialects.http_errors import error_json
 from services.router.dialects.json_body import (
     INT32_MAX,
@@ -237,20 +237,6 @@ def _put_text(value: object, name: str, request: GenerateRequest) -> None:
 def _put_ids(value: object, name: str, request: GenerateRequest) -> None:
     request.token_ids.SetInParent()  # This sets an empty list, too.
     request.token_ids.ids.extend(check_ids(value, name))
-
-
-class SglangDialect:
-    name = "sglang"
-
-    def __init__(self, defaults: SamplingDefaults, token_text: TokenText) -> None:
-        self._defaults = defaults
-        self._token_text = token_text
-
-    def read(self, fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateCall:
-        return read_generate_call(fields, headers, self._defaults)
-
-    def answer(self, call: GenerateCall, envelope: Envelope) -> "GenerateAnswer":
-        return GenerateAnswer(call, self._token_text)
 
 
 class GenerateAnswer:

@@ -17,13 +17,15 @@ from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
 from services.router.cluster_watch import Watch
 from services.router.dialects.choice_formats import ChatFormat, CompletionFormat
-from services.router.dialects.dialect import REQUEST_ID, Dialect
-from services.router.dialects.messages_answer import AnthropicDialect
-from services.router.dialects.openai_answer import OpenAiDialect
+from services.router.dialects.dialect import REQUEST_ID, Answer, CallT, Dialect, Envelope
+from services.router.dialects.messages_answer import MessageAnswer
+from services.router.dialects.messages_call import read_messages_call
+from services.router.dialects.openai_answer import OpenAiAnswer
 from services.router.dialects.openai_call import read_chat_call, read_completion_call
-from services.router.dialects.responses_answer import ResponsesDialect, ResponseStore
+from services.router.dialects.responses_answer import ResponseAnswer, ResponseStore
+from services.router.dialects.responses_call import read_responses_call
 from services.router.dialects.sampling import OPENAI, SamplingDefaults
-from services.router.dialects.sglang import SglangDialect
+from services.router.dialects.sglang import GenerateAnswer, read_generate_call
 from services.router.http.body_reader import BodyReader, CountedBodies
 from services.router.http.endpoints import About, Metrics, Models, StoredResponses, Tokenizing, Watching
 from services.router.http.generating import Generating
@@ -134,13 +136,24 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
 def _dialects(
     generation: Generator, defaults: SamplingDefaults, store: ResponseStore
 ) -> dict[str, Dialect[Any]]:
+    def dialect(
+        name: str, read: Callable[..., CallT], answer: Callable[[CallT, Envelope], Answer]
+    ) -> Dialect[CallT]:
+        return Dialect(name, partial(read, defaults=defaults), answer)
+
     words = generation.token_text, generation.token_bytes
+    chat, completion = (
+        partial(OpenAiAnswer, make_format=make_format, words=words)
+        for make_format in (ChatFormat, CompletionFormat)
+    )
     return {
-        CHATS: OpenAiDialect("chat", read_chat_call, ChatFormat, defaults, *words),
-        COMPLETIONS: OpenAiDialect("completions", read_completion_call, CompletionFormat, defaults, *words),
-        RESPONSES: ResponsesDialect(defaults, store),
-        MESSAGES: AnthropicDialect(defaults),
-        GENERATE: SglangDialect(defaults, generation.token_text),
+        CHATS: dialect("chat", read_chat_call, chat),
+        COMPLETIONS: dialect("completions", read_completion_call, completion),
+        RESPONSES: dialect("responses", read_responses_call, partial(ResponseAnswer, store=store)),
+        MESSAGES: dialect("messages", read_messages_call, MessageAnswer),
+        GENERATE: dialect(
+            "sglang", read_generate_call, lambda call, _: GenerateAnswer(call, generation.token_text)
+        ),
     }
 
 
