@@ -84,6 +84,7 @@ class Pulls:
         self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock)
         # A source may still write these.
         self._aside: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+        self._lacking: list[sequence.Sequence] = []
 
     def __repr__(self) -> str:
         return f"Pulls(grants={len(self._granted)} pages={self.granted_pages} aside={len(self._aside)})"
@@ -210,6 +211,8 @@ class Pulls:
         seq.carried, seq.lacking_pages = self._carried.hold_nothing(), num_pages - kept
         if seq.only_pulls:
             self.taking.end(seq)
+        else:
+            self._lacking.append(seq)
         self._hooks.gate.note_news()
 
     def end_aside(self, room: Room) -> None:
@@ -221,7 +224,9 @@ class Pulls:
 
     @property
     def lacking(self) -> list[sequence.Sequence]:
-        return [seq for seq in self._active if seq.lacking_pages]
+        if self._lacking:  # It is asked for at every step.
+            self._lacking = [seq for seq in self._lacking if seq.lacking_pages and seq.phase is Phase.PULLING]
+        return self._lacking
 
     def refill(self) -> bool:
         """Give those that lack pages others, as far as there are any, and let them compute.

@@ -63,3 +63,17 @@ def test_what_a_source_wrote_is_a_checkpoint_for_others():
     other = rank.submit([*prompt(1, 18)[:16], 7, 7], 2)
     rank.run([other])
     assert rank.computed_tokens - before == 3  # two of its own, and its first answer
+
+
+def test_steps_look_at_nobody_where_nobody_lacks_pages():
+    """It is done at every step, however many run."""
+
+    class Unseen:
+        def __iter__(self):
+            raise AssertionError("all that run were looked at")
+
+    rank = Rank(num_pages=32)
+    seq = rank.submit(prompt(1), 4)
+    rank.core.pulls._active = Unseen()
+    rank.run([seq])
+    assert rank.tokens[seq] == rank.expected(prompt(1), 4)
