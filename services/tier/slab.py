@@ -198,10 +198,13 @@ def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()
 
     Raises ConfigError and SlabInUse as open_file.
     """
-    if fd is None:
-        own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
-    else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
-        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if fd is None:
+            own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
+        else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
+            own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--kv-tier-fd: {error.strerror}") from error
     return _opened("memory", own, shape, calls)
 
 

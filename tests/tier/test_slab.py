@@ -143,6 +143,8 @@ def test_a_disk_without_room_is_refused_at_the_start_and_left_as_it_was(tmp_path
         SlabShape.fitting(b"layout-1", 256, 8_200)
     with pytest.raises(ConfigError, match="/proc/nowhere"):
         slabs.open_file(NOWHERE, "d.0", SHAPE)
+    with pytest.raises(ConfigError, match="--kv-tier-fd"):
+        slabs.open_memory(9999, SHAPE)
 
 
 def test_files_are_for_their_owner_alone(tmp_path):

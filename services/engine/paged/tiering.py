@@ -71,7 +71,7 @@ class Fill:
 
 @dataclass(slots=True)
 class TierCounts:
-    """These count since the start, apart from the last two."""
+    """These count since the start, apart from the last three."""
 
     tokens_up: int = 0
     tokens_down: int = 0
@@ -88,7 +88,7 @@ class TierCounts:
 
 
 class Tiering:
-    """It belongs to one core, and all but `lent`'s caller's pages is touched by the engine's thread only."""
+    """It belongs to one core, and is touched by the engine's thread only."""
 
     def __init__(
         self,
