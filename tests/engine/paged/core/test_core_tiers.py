@@ -278,7 +278,7 @@ def _live(rng):
     begin = [prompt_of(seed, 40) for seed in range(3)]
     seqs = []
     for _ in range(120):
-        match rng.randrange(8):
+        match rng.randrange(10):
             case 0 | 1:
                 prompt = [*rng.choice(begin)[: rng.randrange(1, 40)], *prompt_of(rng.randrange(4), 8)]
                 seqs.append(rank.submit(prompt, rng.randrange(1, 6)))
@@ -290,12 +290,23 @@ def _live(rng):
                 rank.thread.run(Store)
             case 5:
                 rank.thread.run()
+            case 6 if len(rank.tiers.books):
+                place = rng.choice(list(rank.tiers.books._blocks.values())).place
+                if rng.random() < 0.5:
+                    rank.faults = {rank.slot_at(place): OSError(5, "I/O error")}
+                else:
+                    os.pwrite(rank.slabs[place.tier]._fd, rng.randbytes(3), rank.slot_at(place) + 11)
             case _:
                 rank.now += rng.choice([0.0, 0.05, 1.1])
                 rank.step()
         rank.core.check()
     while rank.core._active or rank.core._gate:
         rank.turn()
+    for _ in range(50):
+        rank.turn()
+        if not rank.thread.waiting and rank.tiers._ended.empty():
+            break
+    assert not any(block.busy for block in rank.tiers.books._all()), "a slot is held for nobody"
     for seq, tokens in rank.tokens.items():
         assert tokens == continuation(seq.request.prompt_ids, len(tokens))
     assert all(seq in rank.finished or seq.phase is Phase.ENDED for seq in seqs)
