@@ -5,7 +5,6 @@ check DIR        compare every block with its digest
 rm DIR/LAYOUT    remove what no rank has open; ranks never remove another layout's files themselves
 """
 
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from services.cli.table import format_table
 from services.settings.flags import load, setting
 from services.tier.copies import is_whole
-from services.tier.slab import Slab, looking_at
+from services.tier.slab import Slab, looking_at, remove, slab_files
 from services.values.errors import ConfigError
 
 _ACTIONS = ("ls", "check", "rm")
@@ -40,13 +39,15 @@ class TierConfig:
 def run(argv: list[str]) -> int:
     config = load(TierConfig, argv, prog="isthmus tier")
     action, directory = config.words[0], Path(config.words[1])
-    if action == "rm":
-        return _remove(directory)
-    return _check(directory) if action == "check" else _list(directory)
+    try:
+        return {"ls": _list, "check": _check, "rm": _remove}[action](directory)
+    except OSError as error:  # It is somebody else's, or has been truncated.
+        print(f"isthmus tier: {error.filename or directory}: {error.strerror}", file=sys.stderr)
+        return 1
 
 
 def _slabs(directory: Path) -> Iterator[tuple[Path, Slab | None, bool]]:
-    for path in sorted(directory.rglob("blocks")):
+    for path in slab_files(directory):
         with looking_at(path) as (slab, in_use):
             yield path, slab, in_use
 
@@ -89,13 +90,13 @@ def _differing(slab: Slab) -> tuple[int, int]:
 
 
 def _remove(directory: Path) -> int:
-    found = list(_slabs(directory))
-    for path, _, in_use in found:
-        if in_use:
-            print(f"isthmus tier: a rank has {path} open", file=sys.stderr)
+    found = slab_files(directory)
+    left = [path for path in found if not remove(path)]
+    for path in found:
+        if path in left:
+            print(f"isthmus tier: a rank has {path} open, or it is no tier's", file=sys.stderr)
         else:
-            shutil.rmtree(path.parent)
-            print(f"removed {path.parent}")
+            print(f"removed {path}")
     if not found:
-        print(f"isthmus tier: no tiers below {directory}", file=sys.stderr)
-    return 1 if not found or any(in_use for *_, in_use in found) else 0
+        print(f"isthmus tier: no tiers in {directory}", file=sys.stderr)
+    return 1 if left or not found else 0

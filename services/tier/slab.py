@@ -12,6 +12,9 @@ mode 0600, for KV is as secret as the prompt that it was computed from.
 import errno
 import fcntl
 import os
+import re
+import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +31,10 @@ _HEADER = Struct("<8sI8sQQQ")
 _MAGIC = b"isthmusT"
 _RECORD = Struct("<16s16sQQQQ")
 _RECORDED = _RECORD.size - 8  # These bytes are under the record's own digest.
+_NAME = "blocks"
+_LAYOUT = "[0-9a-f]{16}"
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOOKS_END_S = 0.5
 _PAGE = 4096
 _TABLE_READ = 1 << 20
 
@@ -159,38 +166,79 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
     """Open the slab of one rank and layout, and make it where there is none.
 
     Raises:
-        ConfigError: there is no room for it, or the directory cannot be written.
+        ConfigError: there is no room for it, the directory cannot be written, or the file is not ours alone.
         SlabInUse: another process has it.
     """
-    path = directory / shape.layout_id.hex() / rank / "blocks"
+    path = directory / shape.layout_id.hex() / rank / _NAME
     try:
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise ConfigError(f"--kv-tier: {path}: {error.strerror}") from error
-    return _opened(str(path), fd, shape, calls)
+    try:
+        _keep_to_ourselves(path, fd)
+    except ConfigError:
+        os.close(fd)
+        raise
+    _lock(str(path), fd)
+    if os.fstat(fd).st_nlink == 0:  # `remove` had the lock before us.
+        os.close(fd)
+        return open_file(directory, rank, shape, calls)
+    return _locked_slab(str(path), fd, shape, calls)
+
+
+def _keep_to_ourselves(path: Path, fd: int) -> None:
+    """Raises ConfigError where somebody else may read or write what is in the file."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigError(f"--kv-tier: {path} is no file of the user that the rank runs as")
+    os.fchmod(fd, 0o600)
+
+
+def slab_files(directory: Path) -> list[Path]:
+    """Return the files of ranks in a directory of --kv-tier, or in the directory of one layout in it."""
+    directory = directory.resolve()
+    in_layout = re.fullmatch(_LAYOUT, directory.name) is not None
+    found = directory.glob(f"*/{_NAME}" if in_layout else f"*/*/{_NAME}")
+    return sorted(
+        path
+        for path in found
+        if re.fullmatch(_LAYOUT, path.parent.parent.name) and path.is_file() and not path.is_symlink()
+    )
 
 
 @contextmanager
 def looking_at(path: Path) -> Iterator[tuple[Slab | None, bool]]:
-    """Open a rank's file to read it, without a lock; yield None where it is no slab, and whether a rank has
-    it. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Open a rank's file to read it, without a lock; yield None where it is no slab of this format, and
+    whether a rank has it. Raises OSError."""
+    fd = os.open(path, _LOOK)
     try:
         shape = SlabShape.read(os.pread(fd, _HEADER.size, 0))
-        yield None if shape is None else Slab(str(path), fd, shape), _is_in_use(fd)
+        in_use = not _takes_lock(fd, fcntl.LOCK_SH)
+        if not in_use:
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        yield None if shape is None else Slab(str(path), fd, shape), in_use
     finally:
         os.close(fd)
 
 
-def _is_in_use(fd: int) -> bool:
+def remove(path: Path) -> bool:
+    """Remove a rank's file, and its directory if that is all there is in it.
+
+    Returns False where a rank has it, or it is no slab at all. Raises OSError.
+    """
+    fd = os.open(path, _LOOK)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        is_slab = os.pread(fd, len(_MAGIC), 0) in (_MAGIC, b"", bytes(len(_MAGIC)))
+        if not is_slab or not _takes_lock(fd, fcntl.LOCK_EX):
+            return False
+        path.unlink()  # A rank that opens it now waits for the lock, and sees that it is gone.
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
         return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
+    finally:
+        os.close(fd)
 
 
 def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
@@ -205,15 +253,29 @@ def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"--kv-tier-fd: {error.strerror}") from error
-    return _opened("memory", own, shape, calls)
+    _lock("memory", own)
+    return _locked_slab("memory", own, shape, calls)
 
 
-def _opened(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
+def _takes_lock(fd: int, kind: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise SlabInUse(f"{name} is another life's still") from error
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock(name: str, fd: int) -> None:
+    """Wait a moment for who only looks at it or removes it. Raises SlabInUse, and the file is closed then."""
+    deadline_s = time.monotonic() + _LOOKS_END_S
+    while not _takes_lock(fd, fcntl.LOCK_EX):
+        if time.monotonic() >= deadline_s:
+            os.close(fd)
+            raise SlabInUse(f"{name} is another life's still")
+        time.sleep(_LOOKS_END_S / 50)
+
+
+def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
     try:
         if os.fstat(fd).st_size != shape.size_bytes:
             _allocate(fd, shape.size_bytes, calls)

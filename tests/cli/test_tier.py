@@ -37,10 +37,26 @@ def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtest
         assert not (tmp_path / layout / "d.0").exists()
         assert run(["rm", str(tmp_path)]) == 1
     with subtests.test("a file of another format is told apart"):
-        (tmp_path / "other").mkdir()
-        (tmp_path / "other" / "blocks").write_bytes(b"?" * 100)
+        (tmp_path / layout / "other").mkdir()
+        (tmp_path / layout / "other" / "blocks").write_bytes(b"?" * 100)
         capsys.readouterr()
         assert run(["ls", str(tmp_path)]) == 0
         assert "of another format" in capsys.readouterr().out
+    with subtests.test("what was never a tier's stays, whatever its name"):
+        mine = tmp_path / "home" / "database"
+        mine.mkdir(parents=True)
+        for path in (mine / "blocks", mine / "thesis", tmp_path / layout / "other" / "thesis"):
+            path.write_text("mine")
+        (tmp_path / layout / "linked").symlink_to(mine)
+        for directory in (tmp_path / "home", tmp_path / layout, tmp_path):
+            assert run(["rm", str(directory)]) == 1
+        assert [path.name for path in sorted(mine.iterdir())] == ["blocks", "thesis"]
+        assert (tmp_path / layout / "other" / "blocks").exists()
+    with subtests.test("what cannot be read is said in a sentence"):
+        open_file(tmp_path, "cut", SHAPE).close()
+        os.truncate(tmp_path / layout / "cut" / "blocks", 5000)
+        capsys.readouterr()
+        assert run(["check", str(tmp_path)]) == 1
+        assert "ends at byte" in capsys.readouterr().err
     with subtests.test("nonsense is refused"), pytest.raises(SystemExit):
         run(["look", str(tmp_path)])

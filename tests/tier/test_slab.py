@@ -1,7 +1,9 @@
 """A slab's files, whose faults all end in "not held"."""
 
 import errno
+import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,45 @@ def test_files_are_for_their_owner_alone(tmp_path):
     slabs.open_file(tmp_path / "root", "d.0", SHAPE).close()
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "root").rglob("*")}
     assert modes == {b"layout-1".hex(): 0o700, "d.0": 0o700, "blocks": 0o600}
+
+
+def test_a_file_that_is_not_ours_is_neither_read_nor_written(tmp_path, monkeypatch):
+    path = tmp_path / SHAPE.layout_id.hex() / "d.0" / "blocks"
+    path.parent.mkdir(parents=True)
+    (tmp_path / "secret").write_text("mine")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match="symbolic links"):
+        slabs.open_file(tmp_path, "d.0", SHAPE)
+    assert (tmp_path / "secret").read_text() == "mine"
+    path.unlink()
+    path.touch(0o666)
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="no file of the user"):
+        slabs.open_file(tmp_path, "d.0", SHAPE)
+
+
+def test_who_looks_at_a_file_costs_no_rank_its_tier(tmp_path):
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    (path,) = slabs.slab_files(tmp_path)
+    with path.open() as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.05, fcntl.flock, (looking, fcntl.LOCK_UN)).start()
+        slabs.open_file(tmp_path, "d.0", SHAPE).close()
+
+
+def test_a_rank_that_comes_while_its_file_is_removed_gets_another(tmp_path, monkeypatch):
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    (path,) = slabs.slab_files(tmp_path)
+    lock, removals = slabs._lock, iter([slabs.remove])
+
+    def removed_before(name, fd):
+        for remove in removals:
+            assert remove(path)
+        lock(name, fd)
+
+    monkeypatch.setattr(slabs, "_lock", removed_before)
+    slab = slabs.open_file(tmp_path, "d.0", SHAPE)
+    assert os.path.samestat(path.stat(), os.fstat(slab._fd))
+    slab.close()
