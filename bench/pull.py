@@ -1,4 +1,4 @@
-"""What it gains, and what it costs, that a rank pulls KV which another one holds: on against off, in one run.
+"""This measures what pulls of KV between ranks gain and cost: on against off, in one run.
 
     OMP_NUM_THREADS=1 PYTHONPATH=.:tests python -m bench.pull --json FILE [--only "remote answers"] [--quick]
 
