@@ -244,8 +244,8 @@ class AttachSession:
 
 
 def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
-    """Set the wait for a step of its batch, which the engine's stages leave of the time to the first
-    token."""
+    """Return the report with the wait for the first decode step: it is the time to the first token, less the
+    times of the engine's stages."""
     return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
 
 

@@ -9,10 +9,11 @@
 
     grant:     of a checkpoint's units, which others read --> close
 
-Rule 1: for each open sequence so much of each pool is set aside as it takes to go on by a token, wherever it
-        is; and for the chunks of a step, all together, what one of full size takes beyond that. So it always
-        gets what it needs: checkpoints are evicted for it, then what others have saved, never a sequence.
-        One that rests, or is in quarantine, goes on no more: it has what it holds.
+Rule 1: in each pool so many units are set aside for each open sequence that it can go on by one token,
+        wherever it is. For the chunks of a step together as many more are set aside as one chunk of full size
+        needs beyond that. So a sequence always gets the units that it needs: checkpoints are evicted for it
+        first, then what other sequences have saved, but never a sequence. A sequence that rests, or is in
+        quarantine, does not go on: nothing is set aside for it beside what it holds.
 Rule 2: a page of a tail that a checkpoint holds lies before the point, whole, and is never written again.
 Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
 

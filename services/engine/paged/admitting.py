@@ -1,15 +1,15 @@
 """Admitting: who comes in next, how many pages are kept back for growth, and how fast a queue gets shorter.
 
-This is pure: values in, a decision out, and the clock is the caller's. Those that wait stand in the queue's
-order (priority, then arrival). Normally the first that fits comes in; three things may put another one before
-it, all within bounds:
+This module is pure, and the caller has the clock. The requests that wait are in the queue's order: by
+priority, then by arrival. Normally the first of them comes in. One behind it may overtake it in three cases:
 
-    it does not fit now and a smaller one behind it does    so that pages do not lie idle
-    another one's prefix is held by those that run          so that the batch shares what it reads
-    it is to receive, and those that do will fill the batch so that the batch is not left empty for them
+    The first does not fit now, and the one behind it is smaller and fits. Pages would be idle otherwise.
+    Running sequences hold half of the other's prompt or more. The batch reads shared pages once.
+    The first would receive its KV, but will find no place in the batch beside all that receive now, and the
+    one behind it computes here. The places would be empty until those have landed.
 
-Rule: who has been overtaken `overtakes` times, or first was `wait_s` ago, is overtaken by nobody any more. It
-comes in as soon as enough of those that run have ended, so nobody starves.
+A request that was overtaken `overtakes` times, or for the first time `wait_s` ago, is not overtaken any more.
+It comes in as soon as enough running sequences have ended, so no request starves.
 
 Growth tells how many pages those that run will still take: admission keeps these back for them. If each
 generates what is expected of it, ends, and gives back what it has for itself, the pages taken beyond today's

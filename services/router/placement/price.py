@@ -40,16 +40,18 @@ _MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
 class PriceWeights:
     """These weights say how much of what a request costs others counts as if it waited so long itself."""
 
-    # Of the seconds for which a rank computes the prompt, counted once for each request that waits even where
-    # the wait is shortest: as many will come to wait behind this one. While a rank is idle they are free.
+    # This weighs the seconds for which a rank computes the prompt. They count once for each request in the
+    # queue with the shortest wait, as about so many will wait behind this one; with an empty queue they are
+    # free.
     occupy_weight: float = 1.0
     # Of the seconds by which the tokens of the sequences running there come later.
     itl_weight: float = 0.05
     # Of the seconds to recompute what is evicted: not all of it will be asked for again.
     evict_weight: float = 0.5
-    # How much worse than the best price a preferred rank may be: a part of that price, and some. Of this
-    # router's share, for others may have sent to the rest what is not known yet. The home, for moving leaves
-    # a copy behind; where that is less than half of the prompt, a part of the time to compute the copy.
+    # A preferred rank may be worse than the best price by slack_ratio of that price and slack_s. This router
+    # prefers the ranks of its share, because other routers may have sent the rest what it does not know yet.
+    # It prefers the home, because moving leaves a copy of the KV there. If a pinned home holds less than half
+    # of the prompt, slack_ratio is of the time to compute that copy, where this is less than the best price.
     slack_ratio: float = 0.2
     slack_s: float = 0.05
     # Of answers that may become longer than a rank's pool can hold, a part will: e to the minus (room there
@@ -255,8 +257,9 @@ class PriceList:
         return self.request.carried_bytes / bytes_per_s
 
     def beside(self, wait_s: float, decode: DecodeCandidate) -> tuple[float, float]:
-        """A prompt that comes computed suffers this from those computed there, and does it to those running.
-        It does not wait for them, but its tokens come late while they last."""
+        """Return what a prompt that was computed elsewhere suffers from the prompts that are computed there,
+        and what it costs the sequences that run there, in weighed seconds. It does not wait for the former,
+        but its tokens come later until they are computed."""
         itl_weight = self.weights.itl_weight
         return itl_weight * wait_s, itl_weight * decode.running * decode.token_s
 

@@ -36,9 +36,10 @@ log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
 _UNSETTLED_S = 5.0  # It passes after lease and last word, for what of a failed write is on its way still.
-# A write is late when it has not ended in `max_post_s` and none to its rank has landed for as long, for on a
-# slow path many transfers wait for each other; and in any case after so many times that. Its request fails
-# then; its pages wait for its end for so many times that again: no path that KV goes over is slower.
+# A write is late when it was posted `max_post_s` ago and no write to its rank has landed for as long: many
+# transfers wait for each other on a slow path, and one that lands shows that the path works. After this many
+# times `max_post_s` a write is late in any case. The request of a late write fails. Its pages wait for the
+# write to end, for as long again: no path that KV is sent over is slower.
 _MAX_LATENESS = 10
 # It takes about a millisecond, in which no other transfer's pages are posted; a large state takes more.
 _DIGEST_PIECE_BYTES = 4 * 2**20
