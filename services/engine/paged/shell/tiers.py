@@ -15,7 +15,7 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import TierBooks
 from services.kv.tiers.keys import layout_id
 from services.observe.log_lines import event
-from services.tier.copies import Clock, Staging
+from services.tier.copies import Clock, LoadEnd, Staging
 from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory
 from services.tier.thread import TierThread
 from services.values.errors import ConfigError
@@ -159,7 +159,7 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         _add(moved, {"down": counts.bytes_down, "up": counts.bytes_up})
         _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up})
         _add(lookups, {"hit": counts.hits, "miss": counts.misses})
-        _add(reads, dict(counts.loads))
+        _add(reads, {end.value: counts.loads.get(end.value, 0) for end in LoadEnd})
         errors.add_metric([], counts.errors)
         off.add_metric([], counts.is_off)
         _add(blocks, {"room": counts.slots, "held": counts.held})
