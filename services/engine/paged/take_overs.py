@@ -61,6 +61,8 @@ class TakeOvers:
         end, held = self._whole(len(seq.ids)), self._held(seq)
         if held >= end:
             return Declined("", held)
+        if not self._cache.enabled:
+            return Declined("no_room", held)
         if len(self) >= _MOST or len(self._gate) or not self._carried.may_open(computes=True):
             return Declined("busy", held)
         salt = seq.request.cache_salt

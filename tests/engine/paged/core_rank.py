@@ -8,6 +8,7 @@ from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Carried, Offered, Reserved, Token, Wanted
 from services.engine.paged.model_runner import Proposal, Sampled, scores_of
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.take_overs import Declined
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tails import tail_pages, units_for
@@ -85,7 +86,13 @@ class Rank:
             copy_slot=lambda source, target: self.runner.copy_slots([(source, target)]),
         )
         prefix_cache = PrefixCache(
-            num_pages, page_size, block, "fake", enabled=cache, forget=books.points.forget
+            num_pages,
+            page_size,
+            block,
+            "fake",
+            enabled=cache,
+            forget=books.points.forget,
+            clock=lambda: self.now,
         )
         limits = Limits(max_running, chunk_size, **limits)
         self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books, drafting)
@@ -179,6 +186,16 @@ class Rank:
         start = min(reserved.prefix_len, end)
         pages = reserved.delta_pages[: (end - start) // page_size]
         Prefill(self.runner).run(seq.ids[:end], pages, start, reserved.carried)
+
+    def take_over(self, ids, salt, idle_s, protected_tokens) -> Sequence | None:
+        """Begin to take over what another rank has cached; None where it is not wanted."""
+        request = GenerationRequest("over", tuple(ids), SamplingParams(max_tokens=1), cache_salt=salt)
+        seq = Sequence(request, 0)
+        reserved = self.core.pulls.taking.begin(seq, idle_s, protected_tokens)
+        if isinstance(reserved, Declined):
+            return None
+        self.reserved[seq], self.wanted[seq] = reserved, reserved.wanted
+        return seq
 
     def limit(self, **changes) -> None:
         """From now on."""

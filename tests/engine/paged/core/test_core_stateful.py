@@ -1,10 +1,12 @@
 """Whatever happens to a core in whatever order: the books balance, nobody starves, every token is right.
 
-Submissions of all kinds, steps, transfers that land, fail or are renegotiated, pulls and grants, quarantines,
-rooms, aborts and evictions, on a pool that is too small. `pytest -m exact` runs it longer.
+Submissions of all kinds, steps, transfers that land, fail or are renegotiated, pulls and grants, prefixes
+that are taken over, quarantines, rooms, aborts and evictions, on a pool that is too small. `pytest -m exact`
+runs it longer.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -76,7 +78,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.core = self.rank.core
         self.aside, self.granted, self.rooms_made = {}, {}, 0
-        self.sent, self.rooms, self.quarantined = [], [], []
+        self.sent, self.rooms, self.quarantined, self.taking = [], [], [], []
         self._watch_evictions()
 
     def _guesses(self, chance):
@@ -88,15 +90,15 @@ class CoreMachine(RuleBasedStateMachine):
     def _watch_evictions(self):
         """No page that anybody holds is ever evicted."""
         cache = self.core.cache
-        evict = cache._tree.evict
 
-        def watched(num_pages):
-            pages = evict(num_pages)
+        def watched(evict, *args, **options):
+            pages = evict(*args, **options)
             held = {page for sequence in cache._sequences for page in sequence.pages}
             assert held.isdisjoint(pages)
             return pages
 
-        cache._tree.evict = watched
+        for name in ("evict", "evict_older"):
+            setattr(cache._tree, name, partial(watched, getattr(cache._tree, name)))
 
     def in_phase(self, *phases):
         return [seq for seq in self.sent if seq.phase in phases]
@@ -168,7 +170,30 @@ class CoreMachine(RuleBasedStateMachine):
         self.rank.pull(seq, self._some_end(seq, end))
 
     def pulling(self):
-        return [seq for seq in self.in_phase(Phase.PULLING) if not seq.lacking_pages]
+        own = [seq for seq in self.in_phase(Phase.PULLING) if not seq.lacking_pages]
+        return own + [seq for seq in self.taking if seq.phase is Phase.PULLING]
+
+    @rule(
+        shared=st.integers(0, 12),
+        rest=st.lists(st.integers(0, 2), min_size=1, max_size=8),
+        tenant=st.sampled_from(["", "one"]),
+        idle_s=st.sampled_from([0.0, 0.01, 0.2, 100.0]),
+        protected=st.integers(0, 12),
+    )
+    def another_leaves(self, shared, rest, tenant, idle_s, protected):
+        retractions = self.core.retractions
+        if (seq := self.rank.take_over([7] * shared + rest, tenant, idle_s, protected)) is not None:
+            self.taking.append(seq)
+            assert not len(self.core._gate) and self.core.retractions == retractions
+
+    @rule(number=ANY, garbled=st.booleans())
+    @precondition(lambda self: self.taking)
+    def a_take_over_ends(self, number, garbled):
+        """Its source has been done with, or nobody was asked yet."""
+        seq = self.taking.pop(number % len(self.taking))
+        if garbled and seq.phase is Phase.PULLING:
+            self._garble(self.rank.reserved[seq])
+        self.core.pulls.taking.end(seq)
 
     def _some_end(self, seq, number):
         wanted = self.rank.wanted[seq]
@@ -192,7 +217,7 @@ class CoreMachine(RuleBasedStateMachine):
         pages = reserved.delta_pages[: max(0, end - reserved.prefix_len) // self.page_size]
         self.aside[room] = replace(reserved, delta_pages=pages)
         self.core.pulls.set_aside(seq, room, end)
-        if leaves:
+        if leaves and seq in self.sent:
             self.core.cancel(seq)
             self.sent.remove(seq)
         else:
@@ -318,6 +343,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.room_ended(seq)
         while self.aside:
             self.a_source_writes_and_stops()
+        for seq in self.taking:
+            self.core.pulls.taking.end(seq)
         while self.granted:
             self.another_has_read()
         # Each step computes something, retractions included; a token or a chunk has been computed often then.
