@@ -336,7 +336,7 @@ class EngineCore:
             if budget <= 0:
                 break
             self._catch_up(seq)
-            if any(self._carrying.computes_for(other, seq) for other, _ in chunks):
+            if self.pulls.bring(seq) or any(self._carrying.computes_for(other, seq) for other, _ in chunks):
                 continue  # It can have that at a later step.
             end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
             if (size := end - seq.computed) > 0:

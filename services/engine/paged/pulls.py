@@ -151,9 +151,24 @@ class Pulls:
         resumes_at = self._carried.resumable(seq.pages.node, seq.pages.prefix_len)
         if expected_end <= resumes_at:
             return None
-        seq.phase = Phase.PULLING
+        seq.awaits = self._who_pulls(seq, expected_end)
+        if seq.awaits is not None:
+            return None
+        seq.phase, seq.pulls_to = Phase.PULLING, expected_end
         self._carrying.begin_to_pull(seq, expected_end, resumes_at)
         return Wanted(end, expected_end, resumes_at)
+
+    def _who_pulls(self, seq: sequence.Sequence, end: int) -> sequence.Sequence | None:
+        """Return who pulls the same beginning already, from whomever."""
+        salt = seq.request.cache_salt
+        pulling = (other for other in self._active if other.phase is Phase.PULLING and other.pulls_to >= end)
+        alike = (other for other in pulling if other.request.cache_salt == salt)
+        return next((other for other in alike if other.ids[:end] == seq.ids[:end]), None)
+
+    def bring(self, seq: sequence.Sequence) -> bool:
+        """Return whether another one pulls still what this one would compute."""
+        other = seq.awaits
+        return other is not None and other.phase is Phase.PULLING and not other.lacking_pages
 
     def up_to(self, seq: sequence.Sequence, end: int) -> None:
         """Reserve units for the state at another end than was expected; no ticket for the others has left."""

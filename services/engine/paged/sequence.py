@@ -70,6 +70,8 @@ class Sequence:
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
     source: PullSource | None = None  # It is asked once, when the sequence comes in for the first time.
+    pulls_to: int = 0  # The source is said to hold so many tokens of it, while it is PULLING.
+    awaits: "Sequence | None" = None  # That one was pulling its beginning when it came in.
     only_pulls: bool = False  # It is a prefix that this rank takes over from another, and is never computed.
     lacking_pages: int = 0  # A source may still write those that it had.
     pages: SequencePages | None = None

@@ -579,3 +579,33 @@ async def test_a_source_that_can_write_to_nobody_goes_on_without(monkeypatch):
         assert answer.tokens == continuation(PROMPT, 8)
         assert not await has_crashed(ranks.decode)
         await ranks.assert_nothing_held()
+
+
+async def test_several_answers_to_a_prompt_pull_it_once(deferred, subtests):
+    """The others go on from what the first one pulled, or compute where nothing came of it."""
+    for carried in ("", "window:6,state"):
+        async with Ranks(fake_carried=carried, index_block=8) as ranks:
+            for first, fails in ((1, False), (2, True)):
+                prompt, granted = await ranks.hold([first, *PROMPT]), []
+                pulls, let = core_of(ranks.decode).pulls, deferred()
+                grant = pulls.grant
+                pulls.grant = lambda *asked, grant=grant, granted=granted: granted.append(1) or grant(*asked)
+                tasks = [asyncio.create_task(ranks.ask(prompt)) for _ in range(4)]
+                await until(lambda: ranks.decode.sender.writes_in_flight)
+                await until(lambda: ranks.decodes[1].load().running == 4)
+                if fails:
+                    tasks.pop(0).cancel()
+                else:
+                    let.set()
+                    Deferred.waits = None
+                told = await asyncio.gather(*tasks)
+                let.set()
+                Deferred.waits = None
+                with subtests.test(carried=carried, fails=fails):
+                    assert len(granted) == 1
+                    assert sum(each.pulled is not None for each in told) == (not fails)
+                    least = min(each.computed_tokens for each in told)
+                    most = max(each.computed_tokens for each in told)
+                    assert most == (len(prompt) if fails else least) and least <= 8
+                pulls.grant = grant
+                await ranks.assert_nothing_held()
