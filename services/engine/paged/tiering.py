@@ -125,6 +125,7 @@ class Tiering:
         self._num_moves = 0
         self._look_at_s = 0.0
         self._looked_at: PageBooks | None = None
+        self._looks_again = False  # It had too many copies waiting; the end of one is news.
         self._hooks: FillHooks | None = None
         self.is_lost = False  # Its thread hangs. What waits for a read is cut when its time is over.
         self.thread = start(self._note_ended)
@@ -168,10 +169,9 @@ class Tiering:
         if may_wait and (other := self._reading.get(blocks[0].key)) is not None:
             self._fills[seq] = Fill(seq, other.deadline_s, behind=other)
             return True
-        left = self._left(blocks, computed_tokens_per_s)
-        if not left.is_worth_reading:
-            self._turn_off({block.place.tier for block in blocks}, now_s, "it reads slower than we compute")
+        if not (blocks := self._worth_reading(blocks, computed_tokens_per_s, now_s)):
             return False
+        left = self._left(blocks, computed_tokens_per_s)
         load = Load(self._pieces(seq, blocks, first), Pace(self._block_tokens, computed_tokens_per_s))
         waits_s = sum(fill.read_s for fill in self._fills.values())  # Those before it are read first.
         limit_s = replace(left, read_s=waits_s + left.read_s).limit_s
@@ -201,7 +201,8 @@ class Tiering:
             self._go_on(fill)
         for fill in late:
             assert fill.load is not None
-            tiers = {piece.place.tier for piece in fill.load.pieces}
+            late_ones = fill.load.pieces[fill.load.num_done :][:1]
+            tiers = {piece.place.tier for piece in late_ones}
             self._note_error(tiers, now_s, "a read is late", reading=True)
             self._go_on(fill)
         self._store_what_goes_next(now_s)
@@ -248,6 +249,16 @@ class Tiering:
     def _trusted(self, blocks: Sequence[Block], now_s: float) -> Sequence[Block]:
         for index, block in enumerate(blocks):
             if self._trust[block.place.tier].is_off(now_s):
+                return blocks[:index]
+        return blocks
+
+    def _worth_reading(
+        self, blocks: Sequence[Block], computed_tokens_per_s: float, now_s: float
+    ) -> Sequence[Block]:
+        """Return them up to the first in a tier that reads more slowly than we compute, and turn that off."""
+        for index, block in enumerate(blocks):
+            if not self._left(blocks[index : index + 1], computed_tokens_per_s).is_worth_reading:
+                self._turn_off({block.place.tier}, now_s, "it reads slower than we compute")
                 return blocks[:index]
         return blocks
 
@@ -318,9 +329,10 @@ class Tiering:
         if now_s < self._look_at_s or not self._may_store:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
-        if self.thread.num_writes >= _MOST_WAITING:
-            return
         self._looked_at = self._cache.books()
+        if self.thread.num_writes >= _MOST_WAITING:
+            self._looks_again = True
+            return
         if self._trust[0].is_off(now_s):
             return
         num_pages = 0
@@ -366,13 +378,15 @@ class Tiering:
         store = Store(block, [each.page for each in path])
         if not self.thread.submit(store):
             self.books.write_failed(block)
-            self._looked_at = None  # There is more to store once some are done.
+            self._looks_again = True
             return False
         for page in store.pages:
             self._copied[page] = store
         return True
 
     def _note_store(self, store: Store, now_s: float) -> None:
+        if self._looks_again:
+            self._looked_at, self._looks_again = None, False
         for page in store.pages:
             if self._copied.get(page) is store:
                 del self._copied[page]

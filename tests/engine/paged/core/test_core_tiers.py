@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from services.kv.tiers.keys import layout_id
 from services.tier import slab as slabs
 from services.tier.copies import Load, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
+from services.values.rank_reports import RankLoad
 
 PAGE, BLOCK = 4, 8
 
@@ -24,16 +26,17 @@ class ByHand:
     def __init__(self, slabs, staging, done):
         self.slabs, self.staging, self.done = slabs, staging, done
         self.waiting = []
-        self.takes = True
+        self.takes, self.most = True, 99
 
     @property
     def num_writes(self):
         return sum(not isinstance(copy, Load) for copy in self.waiting)
 
     def submit(self, copy):
-        if self.takes:
+        takes = self.takes and len(self.waiting) < self.most
+        if takes:
             self.waiting.append(copy)
-        return self.takes
+        return takes
 
     def run(self, kind=object):
         for copy in [copy for copy in self.waiting if isinstance(copy, kind)]:
@@ -133,6 +136,46 @@ def test_a_rank_that_idles_stores_what_goes_next_and_then_sleeps():
     rank.now += 1.0
     rank.step()
     assert rank.tiers.idle_s is None and not rank.thread.waiting
+
+
+def test_a_rank_whose_tier_takes_no_more_sleeps_until_one_copy_has_ended():
+    rank = TieredRank()
+    seq = rank.submit(prompt_of(1, 60), 3)
+    while seq not in rank.finished:
+        rank.step()
+    rank.now += rank.tiers.idle_s
+    rank.thread.most = 1
+    rank.step()
+    assert len(rank.thread.waiting) == 1 and rank.tiers.idle_s is None
+    rank.thread.most = 99
+    rank.thread.run()
+    rank.now += 1.0
+    rank.step()
+    assert len(rank.thread.waiting) == 6
+
+
+def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
+    rank = TieredRank(num_slots=(5, 64))
+    prompt = prompt_of(1, 60)
+    rank.generate(prompt)
+    for _ in range(5):
+        rank.tiers._looked_at = None
+        rank.turn()
+    rank.core.cache.clear()
+    computes = RankLoad(prefill_tokens_per_s=1000.0)
+    rank.tiers.attach(replace(rank.tiers._hooks, load=lambda: computes))
+    rank.tiers._trust[1].note_read(1, 1e6)
+    seq = rank.submit(prompt)
+    rank.step()
+    assert seq.phase is Phase.FILLING
+    (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, Load)]
+    stored = rank.tiers.books.find(rank.tiers._wanted(seq))
+    fast = [block.place.tier for block in stored].index(1)
+    assert len(load.pieces) == fast > 0 and len(stored) > fast
+    assert [trust.is_off(rank.now) for trust in rank.tiers._trust] == [False, True]
+    while seq not in rank.finished:
+        rank.turn()
+    assert rank.tokens[seq] == continuation(prompt, 5)
 
 
 def test_a_rank_with_room_for_all_stores_nothing():
