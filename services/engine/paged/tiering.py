@@ -20,6 +20,7 @@ Rule 4: whatever becomes of a read, the sequence computes the rest: a tier costs
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 
 from services.engine.paged.sequence import Phase
@@ -337,11 +338,16 @@ class Tiering:
             return
         num_pages = 0
         for leaf in self._cache.next_to_go(_LEAVES):
-            if num_pages >= _ROOMS_AHEAD * self._room_pages or not all(
-                map(self._store, self._unstored(leaf))
-            ):
+            if num_pages >= _ROOMS_AHEAD * self._room_pages or not self._store_all(self._unstored(leaf)):
                 return
             num_pages += leaf.depth
+
+    def _store_all(self, nodes: Sequence[Node]) -> bool:
+        """Return whether all of them, which follow each other, are on their way to a tier."""
+        begun = list(takewhile(lambda block: block is not None, map(self._store, nodes)))
+        if begun and (last := begun[-1]) is not None:
+            self.books.use(last)
+        return len(begun) == len(nodes)
 
     def _unstored(self, leaf: Node) -> list[Node]:
         """Return the last nodes of the blocks down to `leaf` that no tier has, a first block's first."""
@@ -367,22 +373,22 @@ class Tiering:
         scope_key = scope(self._layout, self._block_tokens, node.scope.salt)
         node.tier_key = next_key(scope_key, parent_key, b"".join(each.key for each in path))
 
-    def _store(self, node: Node) -> bool:
-        """Return whether it is on its way to a tier, and the next may follow."""
+    def _store(self, node: Node) -> Block | None:
+        """Return it where it is on its way to a tier, and the next may follow."""
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
         assert parent is not None
         block = self.books.claim(node.tier_key, parent.tier_key or ROOT, node.block_hash or 0)
         if block is None:
-            return False
+            return None
         store = Store(block, [each.page for each in path])
         if not self.thread.submit(store):
             self.books.write_failed(block)
             self._looks_again = True
-            return False
+            return None
         for page in store.pages:
             self._copied[page] = store
-        return True
+        return block
 
     def _note_store(self, store: Store, now_s: float) -> None:
         if self._looks_again:

@@ -109,6 +109,7 @@ class TierBooks:
             for each, tier in _unplaced_path(key, newest, self._blocks):
                 block = self._place(each, Place(tier, each.slot))
                 taken[tier].add(block.place.slot)
+        self._order(reversed(newest))
         self._free = [
             [slot for slot in reversed(range(count)) if slot not in used]
             for count, used in zip(self._num_slots, taken, strict=True)
@@ -121,6 +122,19 @@ class TierBooks:
         self._sequence = max(self._sequence, stored.sequence)
         self._add(block)
         return block
+
+    def _order(self, keys: Iterable[bytes]) -> None:
+        """Order all by use, given the most recent first, as if each had been used with all before it."""
+        placed: set[Block] = set()
+        for key in keys:
+            path: list[Block] = []
+            at = self._blocks.get(key)
+            while at is not None and at not in placed:
+                path.append(at)
+                at = at.parent
+            placed.update(path)
+            for block in reversed(path):
+                self._by_use[block.place.tier].move_to_end(block, last=False)
 
     def find(self, keys: Iterable[bytes]) -> list[Block]:
         """Return the held blocks of these keys up to the first that is not; it is no use of them."""
@@ -142,7 +156,8 @@ class TierBooks:
     def claim(self, key: bytes, parent_key: bytes, block_hash: int) -> Block | None:
         """Take a slot of the first tier for a block that is to be written.
 
-        Returns None where it is here already, its parent is not, or there is no room.
+        It is a use of this block alone: `use` is due once for the last of those claimed in a row, for it
+        costs the length of its path. Returns None where it is here already, its parent is not, or there is no room.
         """
         parent = self._blocks.get(parent_key)
         if key in self._blocks or (parent is None and parent_key != ROOT):
@@ -248,7 +263,6 @@ class TierBooks:
         self._by_use[block.place.tier][block] = None
         if block.parent is not None:
             block.parent.children.add(block)
-        self.use(block)
 
     def _remove(self, block: Block) -> None:
         del self._blocks[block.key]

@@ -1,5 +1,7 @@
 """The books of what lies below a pool, against a plain oracle."""
 
+from collections import OrderedDict
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -179,3 +181,37 @@ def test_a_table_that_leads_in_a_circle_is_of_no_use():
     books = TierBooks([2])
     books.load([[Stored(0, b"a" * 16, b"b" * 16, 0, 0, 1), Stored(1, b"b" * 16, b"a" * 16, 0, 0, 2)]])
     assert (len(books), books.free_slots(0)) == (0, 2)
+
+
+def test_a_long_prefix_costs_no_more_for_each_block_than_a_short_one():
+    length = 100
+    moves = []
+
+    class Counting(OrderedDict):
+        def move_to_end(self, block, last=True):
+            moves.append(block)
+            super().move_to_end(block, last)
+
+    def counted():
+        books = TierBooks([2 * length])
+        books._by_use = [Counting()]
+        return books
+
+    keys = [bytes([number + 1]) * 16 for number in range(length)]
+    records = [
+        Stored(number, key, keys[number - 1] if number else ROOT, 0, 0, number)
+        for number, key in enumerate(keys)
+    ]
+    for number in range(length):  # It branches off everywhere.
+        records.append(Stored(length + number, bytes([number + 101]) * 16, keys[number], 0, 0, 999 - number))
+    books = counted()
+    for each in records:
+        books.written(books.claim(each.key, each.parent_key, 0), 0)
+    assert not moves
+    again = counted()
+    again.load([records])
+    assert len(moves) == len(records)
+    for key in [record.key for record in sorted(records, key=lambda record: record.sequence)]:
+        books.use(books._blocks[key])
+    order = [[block.key for block in each._by_use[0]] for each in (books, again)]
+    assert order[0] == order[1], "the next life lets others go first"
