@@ -127,7 +127,12 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             self._sender.ticket(link_id, ticket)
 
     def _pass_pull(self, link_id: int, puller: RankId, pb: handshake_pb2.PullRequest) -> None:
-        request = convert.pull_request_from_proto(pb)
+        try:
+            request = convert.pull_request_from_proto(pb)
+        except ProtocolError as error:
+            log.warning("kv_pull_unreadable puller=%s reason=%r", puller, str(error))
+            self._sender.refuse_pull(link_id, Room(pb.room), "failed")
+            return
         if self._lend is None:
             self._sender.refuse_pull(link_id, request.room, "gone")
         else:

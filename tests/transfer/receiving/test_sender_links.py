@@ -51,6 +51,17 @@ async def test_a_stream_on_which_something_was_granted_stays_for_its_ticket(pair
     await until(lambda: not link.alive)
 
 
+async def test_a_pull_that_cannot_be_read_ends_no_other_transfer(pair, prefill, link, monkeypatch):
+    watch = pair.send_ticket(link, (1, 2, 3))
+    unreadable = handshake_pb2.PullRequest(room=50, token_ids=b"123")
+    monkeypatch.setattr(links_module.convert, "pull_request_to_proto", lambda request: unreadable)
+    with pytest.raises(links_module.PullRefused, match="grants nothing: failed"):
+        await link.ask(PullRequest(Room(50), 7, "", (), 0, 1, 0.0))
+    prefill.request(watch.room, 10, (1, 2, 3))
+    await watch.outcome()
+    assert link.alive
+
+
 async def test_who_cannot_be_linked_with_gets_a_sentence(subtests, pair, prefill):
     with subtests.test("ranks that do not fit get a sentence"):
         address = await prefill.listen()
