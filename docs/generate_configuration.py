@@ -73,9 +73,8 @@ Written by `docs/generate_configuration.py` from the code; `make lint` fails whe
 
 Services and commands take flags as `--name=value`. Here a flag stands with its default, or with a word such
 as TEXT if it has none; of choices, which `|` divides, the first is the default, unless the text says
-otherwise. What stands in capitals is given by itself: `isthmus make-model /tmp/model --seed=1`. `...` marks
-what may be given several times (all but `--engine-arg` take commas as well). `--name=` is none, `--name`
-alone is true. `--help` prints the same.
+otherwise. What stands in capitals is given by itself: `isthmus make-model /tmp/model`. `...` marks what may
+be given several times. `--name=` is none, `--name` alone is true. `--help` prints the same.
 
 The chart takes flags without the dashes: those of all services under `flags`, the others under
 `router.flags`, `prefill.flags` and `decode.flags`. If a value of the chart stands in brackets behind a flag,

@@ -1,1 +1,1 @@
-"""The engines, behind one boundary (base)."""
+"""The engines are here, behind one boundary (base)."""

@@ -65,8 +65,8 @@ class EngineConfig(ClusterConfig):
     )
     weights: Literal["stored", "dequantized"] = setting(
         "stored",
-        "engine torch on a GPU, in half precision: FP8 and INT4 weights of a quantized checkpoint are "
-        "multiplied as they are stored, which rounds what FP8 is multiplied by; or dequantized",
+        "engine torch on a GPU, in half precision: FP8 and INT4 weights are multiplied as they are stored, "
+        "which rounds what FP8 is multiplied by; or dequantized",
     )
     num_threads: int | None = setting(
         None, "CPU threads of a rank; default: cores / dp-size", bounds=Bounds(at_least=1)
@@ -111,18 +111,17 @@ class EngineConfig(ClusterConfig):
     )
     kv_tier: tuple[str, ...] = setting(
         (),
-        "keep what each rank's KV pool evicts in so much memory, as memory:20GiB, or in a file below a "
-        "directory, as /nvme/isthmus:1TiB, in the order given; KV in a file is as secret as its prompt",
+        "keep what each rank's KV pool evicts in so much memory, memory:20GiB, or in a file below a "
+        "directory, /nvme/isthmus:1TiB, in the order given; KV in a file is as secret as its prompt",
         split=False,
         bounds=Bounds(pattern=TIER_FORM, form="memory:SIZE or /DIRECTORY:SIZE, SIZE in KiB, MiB, GiB or TiB"),
     )
     kv_tier_fd: int | None = setting(
-        None, "open file of --kv-tier=memory, which the supervisor keeps for each life of a rank"
+        None, "open file of --kv-tier=memory, which the supervisor keeps", bounds=Bounds(at_least=0)
     )
     pull: Literal["on", "off"] = setting(
         "on",
-        "have others write what they hold of a prompt, and write what this rank holds for them, where a "
-        "router finds that worth it",
+        "pull what other ranks hold of a prompt, and let them pull, where a router finds that worth it",
     )
     transport: Literal["nixl", "local"] = setting("nixl", "KV transport; local: same host only")
     nixl_backend: Literal["UCX", "LIBFABRIC", "MOONCAKE", "UCCL"] = setting(
@@ -174,15 +173,15 @@ class EngineConfig(ClusterConfig):
     )
     speculation: Mode = setting(
         "off",
-        "draft what follows, verified in one step; text stays the same: lookup goes on as the request itself "
-        "did, tree also as others of its cache salt, draft as --draft-model does (decode)",
+        "draft what follows; text stays the same: lookup goes on as the request itself did, tree also as "
+        "others of its cache salt, draft as --draft-model does (decode)",
     )
     draft_tokens: int = setting(
         5, "drafts of a sequence in a step, at most (decode)", bounds=Bounds(at_least=1, at_most=64)
     )
     speculate_unsalted: bool = setting(
         False,
-        "--speculation=tree: learn from requests without a cache salt for each other, too; speed then tells "
+        "--speculation=tree: requests without a cache salt learn from each other, too; speed then tells "
         "clients what others were answered (decode)",
     )
     draft_model: str = setting(
@@ -192,8 +191,7 @@ class EngineConfig(ClusterConfig):
     )
     fake_draft: str = setting(
         "",
-        "engine fake: a draft model, right in a share of positions, as agree:0.8, or with the seconds that a "
-        "draft takes agree:0.8:0.001",
+        "engine fake: a draft model, right in a share of positions, agree:0.8, with seconds agree:0.8:0.001",
     )
     fake_carried: str = setting(
         "",

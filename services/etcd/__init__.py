@@ -1,1 +1,1 @@
-"""This package is a client of etcd: keys, leases and watches. It does not know the index."""
+"""This package is a client of etcd. It does not know the index."""

@@ -1,1 +1,1 @@
-"""This package turns constraints on an answer's text into masks over tokens; only it uses llguidance."""
+"""Constraints on an answer's text become masks over tokens here."""

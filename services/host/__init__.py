@@ -1,1 +1,1 @@
-"""This package knows the machine under a process: its ports, memory, file descriptors and children."""
+"""This package knows the machine under a process."""

@@ -1,1 +1,1 @@
-"""This package reads a model's context, weights and KV from its checkpoint's config.json, and is pure."""
+"""This package reads a model's context, weights and KV from its config.json, and is pure."""

@@ -1,1 +1,1 @@
-"""This package has what a process reports about itself: log lines, metrics and traces."""
+"""This package has log lines, metrics and traces."""

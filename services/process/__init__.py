@@ -1,1 +1,1 @@
-"""This package follows a process and its children: started, ready, alive, stopped, killed."""
+"""This package follows a process and its children."""

@@ -105,8 +105,8 @@ def _carried(load: RankLoad) -> Iterator[Metric]:
     """Yield metrics, without a sample where the model's layers are all full attention."""
     units = GaugeMetricFamily(
         "isthmus_carried_units",
-        "Pages of windows, or states of sequences, in the pools beside full attention's, by state: free or "
-        "used (by sequences and resume points). group is the pool's place in the layout.",
+        "Pages of windows, or states, in the pools beside full attention's, free or used; group is the "
+        "pool's place in the layout.",
         labels=["group", "kind", "state"],
     )
     for pool in load.carried:
@@ -143,8 +143,8 @@ def _drafts(load: RankLoad) -> Iterator[Metric]:
     yield accepted
     yield GaugeMetricFamily(
         "isthmus_tokens_per_step",
-        "Moving average of the tokens that a decoding sequence gets in a step: more than 1 where drafts are "
-        "accepted. 0: not known yet, or engine sglang.",
+        "Moving average of the tokens that a decoding sequence gets in a step. 0: not known yet, or engine "
+        "sglang.",
         load.tokens_per_step,
     )
 
@@ -199,13 +199,13 @@ class PoolCollector(Collector):
         )
         yield CounterMetricFamily(
             "isthmus_retractions",
-            "Times that a sequence gave its pages to others, for pages were short, and waited again.",
+            "Times that a sequence gave its pages to others and waited again.",
             load.retractions,
         )
         yield CounterMetricFamily(
             "isthmus_rank_computed_tokens",
-            "Prompt tokens that the rank computed, those of requests that failed or were left and those "
-            "computed again after a retraction or a move among them. Engine sglang: not counted.",
+            "Prompt tokens that the rank computed, for failed requests and again after a retraction or a "
+            "move, too. Engine sglang: not counted.",
             load.computed_tokens,
         )
         yield CounterMetricFamily(
@@ -226,8 +226,7 @@ class PoolCollector(Collector):
         )
         yield CounterMetricFamily(
             "isthmus_unreadable_cache_events",
-            "What engine sglang told of its cache and could not be read: the index then forgets this rank's "
-            "blocks.",
+            "Unreadable events of engine sglang's cache: the index then forgets this rank's blocks.",
             load.unreadable_events,
         )
         steps = HistogramMetricFamily(
@@ -364,8 +363,7 @@ class PrefillMetrics(RequestMetrics):
         )
         self._computed_tokens = counter(
             "isthmus_prefill_computed_tokens",
-            "Prompt tokens computed for requests whose KV was sent; isthmus_rank_computed_tokens counts "
-            "those of failed and left ones, too.",
+            "Prompt tokens computed for requests whose KV was sent; isthmus_rank_computed_tokens counts all.",
         )
         self._sent = counter("isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.")
         self._queue = histogram(

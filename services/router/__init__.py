@@ -1,1 +1,1 @@
-"""The router serves clients: it tokenizes their prompts, chooses ranks and streams the answers."""
+"""The router tokenizes prompts, chooses ranks and streams answers."""

@@ -82,7 +82,7 @@ class RouterConfig(ClusterConfig):
     plans: tuple[Literal["remote", "local"], ...] = setting(("remote", "local"), "plans that may be chosen")
     chunk_size: int = setting(
         512,
-        "the prefill ranks' --chunk-size, for the price of the last chunk: 2048 where engine torch has GPUs",
+        "the prefill ranks' --chunk-size, to price the last chunk: 2048 where engine torch has GPUs",
         bounds=Bounds(at_least=1),
     )
     itl_weight: float = setting(
@@ -90,9 +90,7 @@ class RouterConfig(ClusterConfig):
         "weight of the ITL that a request costs running sequences, against its own TTFT",
         bounds=Bounds(at_least=0),
     )
-    pull: Literal["on", "off"] = setting(
-        "on", "whoever computes a prompt may pull what another rank holds of it, where that pays"
-    )
+    pull: Literal["on", "off"] = setting("on", "ranks may pull what others hold of a prompt, where that pays")
     max_attempts: int = setting(
         3, "attempts of a request until it makes progress, each on another rank", bounds=Bounds(at_least=1)
     )
@@ -149,15 +147,14 @@ class RouterConfig(ClusterConfig):
 
     max_message_bytes: int = setting(
         0,
-        "bytes of one client's message or body above which it is refused; 0: what the model's context can "
-        "need, twice 16 bytes a token and a mebibyte, at least 3 MiB",
+        "bytes above which a client's message or body is refused; 0: what the model's context can need, at "
+        "least 3 MiB",
         bounds=Bounds(at_least=0, at_most=64 << 20),
     )
 
     max_bytes_in_flight: int = setting(
         256 << 20,
-        "bytes of clients' messages and bodies, of both fronts together and until each is answered, above "
-        "which one is refused; half of it is for large ones on their way",
+        "bytes of all clients' messages and bodies, until each is answered, above which one is refused",
         bounds=Bounds(at_least=1 << 20),
     )
 
@@ -190,17 +187,15 @@ class RouterConfig(ClusterConfig):
 
     strict_tools: Literal["keep", "ignore"] = setting(
         "keep",
-        "ignore: strict tools are like others, whose calls follow no schema unless a call is required",
+        "ignore: calls of strict tools follow no schema unless a call is required",
     )
 
-    chat_template: str = setting(
-        "", "file of a chat template in Jinja that replaces the model's own; default: the model's"
-    )
+    chat_template: str = setting("", "file of a chat template in Jinja that replaces the model's own")
 
     control_tokens: Literal["text", "special"] = setting(
         "text",
-        "control tokens written in a chat's messages (<|im_end|>): plain text, or control tokens, so that "
-        "the author of a message can end it",
+        "control tokens in a chat's messages (<|im_end|>): plain text, or control tokens, so that who "
+        "writes a message can end it",
     )
 
     images: Literal["refuse", "placeholder"] = setting(
@@ -220,7 +215,7 @@ class RouterConfig(ClusterConfig):
     )
 
     page: Literal["on", "off"] = setting(
-        "on", "a page for people at / of the HTTP API: a chat, and what the cluster does with it"
+        "on", "a page at / of the HTTP API: a chat, and what the cluster does with it"
     )
 
     tls_client_ca: Path | None = setting(
@@ -230,8 +225,8 @@ class RouterConfig(ClusterConfig):
 
     api_key_file: Path | None = setting(
         None,
-        "keys, one a line, of which each request must send one; read again when it changes. KEY tenant=NAME: "
-        "its requests are that tenant's; KEY operator: it may watch everybody's",
+        "keys, one a line (KEY, KEY tenant=NAME or KEY operator), of which each request must send one; read "
+        "again when it changes",
     )
 
     def __post_init__(self) -> None:

@@ -141,10 +141,7 @@ def _is_gguf(file: Path) -> bool:
 
 T = TypeVar("T")
 
-MODEL_HELP = (
-    "directory of a checkpoint, a .gguf file, smollm2, or a name on the Hugging Face hub, ORG/NAME or "
-    "ORG/NAME@REVISION"
-)
+MODEL_HELP = "a checkpoint's directory, a .gguf file, smollm2, or ORG/NAME[@REVISION] of the Hugging Face hub"
 _WORD = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"({_WORD}/{_WORD})(?:@([\w./-]+))?")
 # These are other formats of the same weights, which no engine of ours reads.

@@ -1,1 +1,1 @@
-"""A tier keeps KV below a rank's pool, in memory or in a file that outlives the rank's process."""
+"""A tier keeps KV below a rank's pool, in memory or in a file."""

@@ -1,3 +1,1 @@
-"""These values are used by all packages, and check themselves. They are pure: no I/O, no clock, no
-randomness.
-"""
+"""These values are used by all packages, and check themselves. They are pure."""

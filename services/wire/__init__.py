@@ -1,3 +1,1 @@
-"""This package has the cluster's messages: code generated from proto/, and its translation to our own
-values.
-"""
+"""This package has the cluster's messages, and translates them to our own values."""

@@ -91,9 +91,7 @@ class DemoConfig:
         f"a checkpoint's directory, a name as for `isthmus up`, or {_RANDOM}: one that answers noise; "
         "default: smollm2, or random where no package source has that, or SGLang computes",
     )
-    turns: int = setting(
-        5, "turns of the conversation, at most: it has four questions, or five for a random model"
-    )
+    turns: int = setting(5, "turns of the conversation, at most")
     max_tokens: int | None = setting(
         None, "tokens per answer, at most; default: 60, and 40 of a random model"
     )

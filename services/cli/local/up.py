@@ -89,7 +89,7 @@ _KILLED = 130  # Any program that Ctrl-C ends has this code.
 
 
 def _passed_on(to: str) -> Any:
-    return setting((), f"a flag for every {to}, NAME=VALUE; may be repeated", split=False)
+    return setting((), f"a flag for every {to}, NAME=VALUE", split=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

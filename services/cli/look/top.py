@@ -125,9 +125,7 @@ class TopConfig(ClientConfig):
         "seconds over which totals and hit rates are computed",
         bounds=Bounds(at_least=1.0, at_most=3600.0),
     )
-    once: bool = setting(
-        False, "print one picture and exit; it has no ended requests, since none has ended yet"
-    )
+    once: bool = setting(False, "print one picture, without ended requests, and exit")
     json: bool = setting(False, "print the router's reports instead, one JSON object a line")
     color: screen.Color = setting("auto", screen.COLOR_HELP)
 

@@ -1,1 +1,1 @@
-"""`isthmus make-model` and `isthmus fetch-model` write checkpoints: random ones, and real ones."""
+"""`isthmus make-model` and `isthmus fetch-model` write checkpoints."""

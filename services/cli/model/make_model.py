@@ -160,12 +160,12 @@ class MakeModelConfig:
     initializer_range: float = setting(_GAIN_AT, "0.1 or more; less makes a milder model")
     grown_from: Path | None = setting(
         None,
-        "a checkpoint of this command's, which is to draft for the new one: that has its layers, some behind "
-        "them that add little, and all else as it is there",
+        "a checkpoint of this command's, to draft for the new one, which has its layers and some behind them "
+        "that add little",
     )
     extra_layers: int = setting(2, "with --grown-from: how many", bounds=Bounds(at_least=1))
     extra_gain: float = setting(
-        0.5, "with --grown-from: how much they add; 0.5: 19 of 20 tokens stay, 2: four of five, 10: half"
+        0.5, "with --grown-from: how much they add; 0.5: 19 of 20 tokens stay, 10: half"
     )
     overwrite: bool = setting(False, "write into a directory that holds something already")
 

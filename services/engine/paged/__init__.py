@@ -1,1 +1,1 @@
-"""The engine core of our own engines has pages, radix tree, batches and tickets around any model runner."""
+"""The core of our own engines works around any model runner."""

@@ -1,1 +1,1 @@
-"""This package is a rank's side of the index: its registration and its blocks, under its lease."""
+"""This package is a rank's side of the index, under its lease."""

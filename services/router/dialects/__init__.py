@@ -1,1 +1,1 @@
-"""HTTP APIs of others are translated to GenerateRequest and from GenerateResponse, without I/O or a clock."""
+"""HTTP APIs of others are translated here, without I/O or a clock."""

@@ -1,1 +1,1 @@
-"""The router is reached over HTTP: connections, keys, routes, and answers on their way."""
+"""The router is reached over HTTP."""

@@ -74,12 +74,12 @@ class RouterMetrics:
         )
         self._output_length = histogram(
             "isthmus_request_output_tokens",
-            "Tokens generated for a request, of those that a rank admitted, however they ended.",
+            "Tokens generated for a request, of those that a rank admitted.",
             buckets=_LENGTHS,
         )
         self._received = counter(
             "isthmus_requests_received",
-            "Requests, counted when they come: one that waits for its first token is among them.",
+            "Requests, counted when they come.",
         )
         self._requests = Children(
             counter(
@@ -108,7 +108,7 @@ class RouterMetrics:
         )
         self._answers = counter(
             "isthmus_answers",
-            "Answers that a rank began: more than requests where these have several.",
+            "Answers that a rank began; a request may have several.",
         )
         self._prompt = counter(
             "isthmus_prompt_tokens",
@@ -119,17 +119,16 @@ class RouterMetrics:
         )
         self._computed = counter(
             "isthmus_computed_tokens",
-            "Prompt tokens of admitted requests that a rank computed, at their first placement. What was "
-            "computed for those that failed or moved earlier, or again after a move, the ranks count: "
-            "isthmus_rank_computed_tokens.",
+            "Prompt tokens of admitted requests that a rank computed, at their first placement; "
+            "isthmus_rank_computed_tokens counts all.",
         )
         self._drift = counter(
             "isthmus_drift_tokens", "Tokens of past turns that did not come back as they were generated."
         )
         self._past_answers = counter(
             "isthmus_past_answers",
-            "Past answers in chats: given (with their ids), found (remembered, and inserted as they were), "
-            "changed (remembered, but shown differently by the template), unknown.",
+            "Past answers in chats: given (with their ids), found, changed (found, but the template shows "
+            "them differently), unknown.",
             ["outcome"],
         )
         for outcome in OUTCOMES:
@@ -166,22 +165,21 @@ class RouterMetrics:
         )
         self._pulled = counter(
             "isthmus_pulled_tokens",
-            "Prompt tokens that the rank which computed the rest got from another rank, for all placements "
-            "of a request.",
+            "Prompt tokens that the computing rank got from another, for all placements of a request.",
         )
         self._pulled_bytes = counter("isthmus_pulled_bytes", "KV bytes that were moved for them.")
         self._pulls = counter(
             "isthmus_pulls",
-            "Placements with a source, by result: pulled; not_needed (the rank had all of it by then); or "
-            "why the rank computed it instead: gone, evicted, busy, late, corrupt or failed.",
+            "Placements with a source, by result: pulled; not_needed (the rank had it by then); or why it "
+            "was computed: gone, evicted, busy, late, corrupt or failed.",
             ["result"],
         )
         for result in PULL_RESULTS:
             self._pulls.labels(result)
         self._moves = counter(
             "isthmus_request_moves",
-            "Times a request left a failed rank (retry, before its first token, or migration, after it) or "
-            "one whose pool held no more of it (outgrown).",
+            "Times a request left a failed rank (retry, before its first token; migration, after it) or a "
+            "full one (outgrown).",
             ["kind"],
         )
         for kind in ("retry", "migration", "outgrown"):

@@ -1,1 +1,1 @@
-"""Chats and texts become tokens, and tokens text: templates, tokenizers, stop strings, past answers."""
+"""Chats and texts become tokens here, and tokens text."""

@@ -1,1 +1,1 @@
-"""The receiving end of a transfer owns the memory: it sends tickets out, on streams to ranks that send."""
+"""The receiving end of a transfer owns the memory, and sends tickets out."""

@@ -148,7 +148,7 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         "isthmus_tier_errors", "Reads and writes of tiers that failed, were late or came changed."
     )
     off = GaugeMetricFamily(
-        "isthmus_tier_off", "1 while a tier is not used, for 30 s after three errors in a row."
+        "isthmus_tier_off", "1 while a tier is left alone: it failed, or is slower than computing."
     )
     blocks = GaugeMetricFamily(
         "isthmus_tier_blocks",

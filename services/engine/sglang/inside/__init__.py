@@ -1,1 +1,1 @@
-"""This package runs in SGLang's own processes, as its NIXL classes and beside its schedulers."""
+"""This package runs in SGLang's own processes."""

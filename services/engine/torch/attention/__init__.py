@@ -1,1 +1,1 @@
-"""Layers attend to pages here: chunks with torch, single tokens with kernels of numba or Triton."""
+"""Layers attend to pages here, with torch and kernels of numba or Triton."""

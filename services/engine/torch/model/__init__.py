@@ -1,1 +1,1 @@
-"""Model definitions of transformers run over pages and slots here; no model is known by its name."""
+"""Model definitions of transformers run over pages and slots here."""

@@ -1,1 +1,1 @@
-"""Quantized weights are found by their names, and dequantized or multiplied as they are stored."""
+"""Quantized weights are dequantized, or multiplied as they are stored."""
