@@ -132,7 +132,7 @@ class Gate:
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
         self._order(active)
-        growth = Growth(self._growing(active), self._cache.page_size)
+        growth = self._growth(active)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
@@ -246,6 +246,13 @@ class Gate:
 
     def _pages_wanted(self, seq: Sequence) -> int:
         return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
+
+    def growth_pages(self, active: Collection[Sequence]) -> int:
+        """Return how many pages those that run are expected to need yet."""
+        return self._growth(active).peak
+
+    def _growth(self, active: Collection[Sequence]) -> Growth:
+        return Growth(self._growing(active), self._cache.page_size)
 
     def _growing(self, active: Collection[Sequence]) -> list[Growing]:
         own_pages, growing = self._cache.own_pages, list[Growing]()

@@ -81,7 +81,7 @@ class Pulls:
         self._active = active
         self._hooks = hooks
         self._granted: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
-        self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock)
+        self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock, active)
         # A source may still write these.
         self._aside: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
         self._lacking: list[sequence.Sequence] = []

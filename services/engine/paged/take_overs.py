@@ -6,7 +6,7 @@ Rule 3: one that is being pulled has pages like a sequence that pulls (paged/pul
         batch, and ends when its source is done with, whatever came of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from services.engine.paged import sequence
@@ -38,12 +38,15 @@ class TakeOvers:
         carrying: Carrying,
         gate: Gate,
         clock: Callable[[], float],
+        active: Collection[sequence.Sequence],
     ) -> None:
+        """`active` are as in Pulls."""
         self._cache = cache
         self._carried = carried
         self._carrying = carrying
         self._gate = gate
         self._clock = clock
+        self._active = active
         self._protected: dict[sequence.Sequence, int] = {}  # So many tokens of each are to be protected.
 
     def __repr__(self) -> str:
@@ -68,7 +71,7 @@ class TakeOvers:
         salt = seq.request.cache_salt
         pages = seq.pages = self._cache.open(seq.ids, salt, end, protect=False, idle_s=idle_s)
         prefix_pages = len(pages.pages)
-        spare = self._cache.available_pages - self._gate.reserved_pages
+        spare = self._cache.available_pages - self._gate.growth_pages(self._active)
         wanted = max(0, min(end // self._cache.page_size - prefix_pages, spare))
         self._cache.extend_idle(pages, wanted, protected=2 * protected_tokens >= len(seq.ids))
         end = self._whole(len(pages.pages) * self._cache.page_size)

@@ -147,3 +147,17 @@ async def test_what_goes_wrong_costs_nothing(subtests, monkeypatch):
                     else:
                         wait(monkeypatch, 20.0)
                         await ranks.assert_nothing_held()
+
+
+async def test_it_leaves_what_those_that_run_will_grow_into():
+    async with Pairs(kv_pages=32, fake_step_s=0.01) as ranks:
+        await ranks.hold(list(range(1, 101)))
+        (offer,) = await ranks.offers()
+        running = asyncio.create_task(ranks.generate([5] * 40, 60, Plan.LOCAL, decode=1))
+        core = core_of(ranks.decodes[1])
+        await until(lambda: core.load().running)
+        kept = core._gate.growth_pages(core._active)
+        taken = await ranks.hand_over(offer)
+        assert kept > 5 and 0 < taken.held_tokens <= 4 * (32 - 10 - kept + 1)
+        await running
+        assert core.retractions == 0
