@@ -41,7 +41,11 @@ class RequestMetrics:
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",
             registry=registry,
         )
-
+        self._mismatches = Counter(
+            "isthmus_kv_digest_mismatches",
+            "Transfers and pulls that were given up because pages differed from what was sent.",
+            registry=registry,
+        )
         self._pulls = Counter(
             "isthmus_pulls",
             "Sources that this rank asked for what they hold of a prompt, by outcome: pulled, or why it "
@@ -64,6 +68,8 @@ class RequestMetrics:
 
     def pulled(self, pulled: Pulled) -> None:
         self._pulls.labels(pulled.refused or "pulled").inc()
+        if pulled.refused == "corrupt":
+            self._mismatches.inc()
         self._pulled_tokens.inc(pulled.tokens)
         self._pulled_bytes.inc(pulled.bytes)
         self._pull_seconds.observe(pulled.seconds)
@@ -301,10 +307,6 @@ class DecodeMetrics(RequestMetrics):
         self._digested = counter(
             "isthmus_kv_digested_pages",
             "Received pages that were compared with the digests of what prefill wrote.",
-        )
-        self._mismatches = counter(
-            "isthmus_kv_digest_mismatches",
-            "Transfers that were given up because pages differed from what prefill wrote.",
         )
         self._queue = histogram(
             "isthmus_decode_queue_seconds",

@@ -60,6 +60,17 @@ def test_bytes_that_are_carried_are_counted_by_kind():
     assert registry.get_sample_value("isthmus_decode_received_bytes_total") == 3000
 
 
+def test_a_pull_that_came_changed_is_a_mismatch_in_either_role():
+    corrupt, decode, prefill = Pulled(0, 0, 0.1, "corrupt"), CollectorRegistry(), CollectorRegistry()
+    of_decode = DecodeMetrics(decode, SimpleNamespace(load=RankLoad))
+    admitted = Admitted(100, 0, 0, 100, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL, pulled=corrupt)
+    of_decode.admitted(admitted, None)
+    of_prefill = PrefillMetrics(prefill, SimpleNamespace(load=RankLoad))
+    of_prefill.prefilled(PrefillResult(7, None, 0, 100, pulled=corrupt), None)
+    for registry in (decode, prefill):
+        assert registry.get_sample_value("isthmus_kv_digest_mismatches_total") == 1
+
+
 def test_pulls_are_counted_where_they_were_asked_for():
     """What was pulled is in no cache of the rank's own; under plan remote it is prefill's to count."""
     came, refused = Pulled(64, 4096, 0.01, "", 64), Pulled(0, 0, 0.3, "late")
