@@ -213,8 +213,9 @@ class EngineConfig(ClusterConfig):
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
-        if sum(each.startswith("memory:") for each in self.kv_tier) > 1:
-            raise ConfigError("--kv-tier: there is one tier in memory at the most")
+        places = [os.path.normpath(each.rsplit(":", 1)[0]) for each in self.kv_tier]
+        if len(set(places)) < len(places):
+            raise ConfigError("--kv-tier: two tiers are in one place")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 

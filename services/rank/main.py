@@ -50,7 +50,7 @@ from services.rank.rank_metrics import EngineCollector, HandOverMetrics
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
-from services.values.errors import root_cause
+from services.values.errors import ConfigError, Unavailable, root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import Registration
 from services.wire.isthmus.v1 import rank_pb2_grpc
@@ -208,7 +208,11 @@ def with_pool(config: RankConfig) -> RankConfig:
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
     if ranks is None or free_bytes is None or total_bytes is None:
         return config
-    free_bytes -= config.tiers.memory_bytes * ranks.count
+    tier_bytes = config.tiers.memory_bytes * ranks.count
+    if tier_bytes >= free_bytes:  # It would be killed while it takes them.
+        message = f"--kv-tier: {tier_bytes} bytes of memory do not fit into {free_bytes} that are free"
+        raise (ConfigError if tier_bytes >= total_bytes else Unavailable)(message)
+    free_bytes -= tier_bytes
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
         pool_pages([ranks], free_bytes, total_bytes)  # This refuses what does not fit.

@@ -36,6 +36,7 @@ _LAYOUT = "[0-9a-f]{16}"
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOOKS_END_S = 0.5
 _PAGE = 4096
+_MOST_BYTES = (1 << 63) - 1
 _TABLE_READ = 1 << 20
 
 
@@ -61,6 +62,8 @@ class SlabShape:
     @classmethod
     def fitting(cls, layout_id: bytes, slot_bytes: int, size_bytes: int) -> "SlabShape":
         """Return the one with most slots that takes no more. Raises ConfigError where not one fits."""
+        if size_bytes > _MOST_BYTES:
+            raise ConfigError(f"--kv-tier: no file has {size_bytes} bytes")
         num_slots = max(0, (size_bytes - 2 * _PAGE) // (slot_bytes + _RECORD.size))
         if num_slots == 0:
             raise ConfigError(f"--kv-tier: {size_bytes} bytes have no room for a block of {slot_bytes}")
@@ -246,13 +249,13 @@ def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()
 
     Raises ConfigError and SlabInUse as open_file.
     """
-    try:
-        if fd is None:
-            own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
-        else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
+    if fd is None:
+        own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
+    else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
+        try:
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"--kv-tier-fd: {error.strerror}") from error
+        except OSError as error:
+            raise ConfigError(f"--kv-tier-fd={fd}: {error.strerror}") from error
     _lock("memory", own)
     return _locked_slab("memory", own, shape, calls)
 
@@ -277,7 +280,8 @@ def _lock(name: str, fd: int) -> None:
 
 def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
     try:
-        if os.fstat(fd).st_size != shape.size_bytes:
+        # A life that was killed before it had written the header may have left holes.
+        if os.fstat(fd).st_size != shape.size_bytes or os.pread(fd, _HEADER.size, 0) != shape.header:
             _allocate(fd, shape.size_bytes, calls)
         return Slab(name, fd, shape, calls)
     except OSError as error:

@@ -134,6 +134,7 @@ def test_what_cannot_work_is_refused(subtests):
         {"kv_digest_share": 1.0, "engine": "sglang", "model": "m"},
         {"kv_tier": ("memory:1MiB",), "engine": "sglang", "model": "m"},
         {"kv_tier": ("memory:1MiB", "memory:2MiB")},
+        {"kv_tier": ("/tiers:1MiB", "/tiers/:2MiB")},
         {"kv_tier": ("memory",)},
         {"pull": "off", "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},

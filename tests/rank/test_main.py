@@ -17,6 +17,7 @@ from services.rank import main as rank
 from services.rank.intake import Intake
 from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
 from services.rank.rank_config import RankConfig
+from services.values.errors import ConfigError, Unavailable
 from services.values.rank import Role
 
 WITHIN_S = 60.0
@@ -209,3 +210,19 @@ def test_a_supervisor_holds_the_memory_of_each_ranks_tier(monkeypatch):
     assert len({fd for (fd,) in inherited}) == 2
     with pytest.raises(OSError):
         os.fstat(inherited[0][0])
+
+
+def test_a_tier_that_memory_has_no_room_for_is_refused_before_it_is_taken(monkeypatch):
+    ranks = SimpleNamespace(count=2, page_bytes=1, kv_pages=10)
+    monkeypatch.setattr(rank, "read_config", lambda model: {})
+    monkeypatch.setattr(rank, "ranks_memory", lambda config, model: ranks)
+    monkeypatch.setattr(rank.memory, "available_bytes", lambda: 3 << 30)
+    monkeypatch.setattr(rank.memory, "total_bytes", lambda: 9 << 30)
+    monkeypatch.setattr(rank, "pool_pages", lambda ranks, free_bytes, total_bytes: 10)
+    for size, error in (("1GiB", None), ("2GiB", Unavailable), ("5GiB", ConfigError)):
+        config = replace(CONFIG, dp_size=2, kv_tier=(f"memory:{size}",))
+        if error is None:
+            assert rank.with_pool(config).kv_pages == 10
+        else:
+            with pytest.raises(error, match="--kv-tier"):
+                rank.with_pool(config)

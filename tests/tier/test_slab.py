@@ -143,6 +143,10 @@ def test_a_disk_without_room_is_refused_at_the_start_and_left_as_it_was(tmp_path
     assert path.stat().st_size == 0
     with pytest.raises(ConfigError, match="have no room for a block"):
         SlabShape.fitting(b"layout-1", 256, 8_200)
+    with pytest.raises(ConfigError, match="no file has"):
+        SlabShape.fitting(b"layout-1", 256, 1 << 63)
+    with pytest.raises(ConfigError, match="--kv-tier-fd=9999"):
+        slabs.open_memory(9999, SHAPE)
     with pytest.raises(ConfigError, match="/proc/nowhere"):
         slabs.open_file(NOWHERE, "d.0", SHAPE)
     with pytest.raises(ConfigError, match="--kv-tier-fd"):
@@ -195,3 +199,16 @@ def test_a_rank_that_comes_while_its_file_is_removed_gets_another(tmp_path, monk
     slab = slabs.open_file(tmp_path, "d.0", SHAPE)
     assert os.path.samestat(path.stat(), os.fstat(slab._fd))
     slab.close()
+
+
+def test_a_file_that_was_not_allocated_to_its_end_is_before_it_is_used(tmp_path):
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    (path,) = slabs.slab_files(tmp_path)
+    asked = []
+    calls = FileCalls(allocate=lambda *arguments: asked.append(arguments[1:]))
+    slabs.open_file(tmp_path, "d.0", SHAPE, calls).close()
+    assert not asked
+    os.truncate(path, 0)
+    os.truncate(path, SHAPE.size_bytes)  # A kill right after the first of the two calls leaves this.
+    slabs.open_file(tmp_path, "d.0", SHAPE, calls).close()
+    assert asked == [(0, SHAPE.size_bytes)]

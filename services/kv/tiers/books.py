@@ -157,7 +157,9 @@ class TierBooks:
         """Take a slot of the first tier for a block that is to be written.
 
         It is a use of this block alone: `use` is due once for the last of those claimed in a row, for it
-        costs the length of its path. Returns None where it is here already, its parent is not, or there is no room.
+        costs the length of its path.
+
+        Returns None where it is here already, its parent is not, or there is no room.
         """
         parent = self._blocks.get(parent_key)
         if key in self._blocks or (parent is None and parent_key != ROOT):

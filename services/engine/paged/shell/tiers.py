@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.tiering import TierCounts, Tiering
+from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import TierBooks
 from services.kv.tiers.keys import layout_id
@@ -85,7 +86,8 @@ def open_tiers(
             return None
         num_slots = [slab.shape.num_slots for slab in slabs]
         books = TierBooks(num_slots)
-        books.load([slab.records() for slab in slabs])
+        with reading("a table of --kv-tier"):
+            books.load([slab.records() for slab in slabs])
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
         event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
