@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import nsmallest
 
 from services.kv.hand_over import IdlePrefix, idle_prefix
 from services.kv.page_allocator import PageAllocator
@@ -358,9 +357,9 @@ class PrefixCache:
         sequence.quarantined = []
         self._end(sequence)
 
-    def next_to_go(self, count: int) -> list[Node]:
-        """Return the leaves that would be evicted next, in about that order; it is no use of them."""
-        return nsmallest(count, self._tree.leaves(), key=lambda leaf: (leaf.protected, leaf.last_use))
+    def next_to_go(self) -> list[Node]:
+        """Return the unlocked leaves, about as they would be evicted; it is no use of them."""
+        return sorted(self._tree.leaves(), key=lambda leaf: (leaf.protected, leaf.last_use))
 
     def clear(self) -> None:
         """Evict every page that nobody holds."""

@@ -2,7 +2,7 @@
 
     up      admitted, a tier holds more --> FILLING --read, compared, published--> COMPUTING
                                                |----cut, late, corrupt, failed-----^   with what has come
-    down    free pages run short: the leaves that go next, with all before them, a first block first
+    down    free pages run short: all that is cached, what goes next first, a first block before what follows
               --> copied by the tier's thread, while they stay as evictable as they were
 
 A sequence that fills has its pages as one that computes: the tier's thread writes those that it has for
@@ -38,8 +38,7 @@ from services.values.rank_reports import RankLoad
 log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.02  # So often, at most, it looks for what to store.
-_LEAVES = 32  # It looks at so many, those that go next.
-_ROOMS_AHEAD = 4  # They are stored until they have so many times the pages that must be free.
+_LOOK_SHARE = 20  # It rests for so many times as long as a look takes.
 _MOST_WAITING = 32  # It does not look while so many copies down wait.
 _MOST_MOVES = 8
 _ROOM_SHARE = 16  # Of a tier with one below it, this share of slots is kept free.
@@ -336,11 +335,12 @@ class Tiering:
             return
         if self._trust[0].is_off(now_s):
             return
-        num_pages = 0
-        for leaf in self._cache.next_to_go(_LEAVES):
-            if num_pages >= _ROOMS_AHEAD * self._room_pages or not self._store_all(self._unstored(leaf)):
-                return
+        num_pages, most_pages = 0, self._num_slots[0] * self._block_pages // 2  # The rest has gone before.
+        for leaf in self._cache.next_to_go():
+            if num_pages >= most_pages or not self._store_all(self._unstored(leaf)):
+                break
             num_pages += leaf.depth
+        self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
 
     def _store_all(self, nodes: Sequence[Node]) -> bool:
         """Return whether all of them, which follow each other, are on their way to a tier."""

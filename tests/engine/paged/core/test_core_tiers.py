@@ -11,7 +11,7 @@ from services.engine.fake import continuation
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiering import FillHooks, Tiering
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.keys import layout_id
+from services.kv.tiers.keys import keys_of, layout_id, scope
 from services.tier import slab as slabs
 from services.tier.copies import Load, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
@@ -176,6 +176,21 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     while seq not in rank.finished:
         rank.turn()
     assert rank.tokens[seq] == continuation(prompt, 5)
+
+
+def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():
+    rank = TieredRank(num_slots=(8,), num_pages=40)
+    prompts = [prompt_of(seed, 40) for seed in range(3)]
+    for prompt in prompts:
+        rank.generate(prompt)
+    for _ in range(5):
+        rank.turn()
+    written = rank.tiers.counts.tokens_down
+    first = keys_of(scope(rank.runner.layout, BLOCK, ""), prompts[0], BLOCK)
+    assert len(rank.tiers.books.find(first)) == 5, "the coldest"
+    for _ in range(5):
+        rank.turn()
+    assert rank.tiers.counts.tokens_down == written, "it writes the same again and again"
 
 
 def test_a_rank_with_room_for_all_stores_nothing():
