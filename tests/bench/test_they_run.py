@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import answer_parsing, engine, tool_loops, transfer
+from bench import answer_parsing, drain, engine, tool_loops, transfer
 from bench.decode_cache import __main__ as decode_cache
 from bench.gpu import steps
 from bench.gpu.outcomes import headlines
@@ -53,6 +53,16 @@ def test_gpu_steps_quickly(tmp_path, monkeypatch):
     assert {"eager", "transformers static", "loop flash"} <= {name for name in same if same[name] == 1}
     assert all(row["same"] for row in written["tables"]["prompts"])
     assert any(row["x loop"] for row in headlines({"bench.gpu.steps": written}))
+
+
+def test_drain_quickly(tmp_path, monkeypatch):
+    figures = tmp_path / "figures.json"
+    flags = ["--quick", "--conversations=3", "--length=300", "--transport=local", f"--json={figures}"]
+    monkeypatch.setattr(sys, "argv", ["drain", *flags])
+    drain.main()
+    everything, _, nothing = json.loads(figures.read_text())["rows"]
+    assert everything["computed_on"] <= 0.05 < 0.95 < everything["computed_off"]
+    assert nothing["others_hit_on"] >= 0.98
 
 
 def test_hybrid_quickly(tmp_path, monkeypatch):

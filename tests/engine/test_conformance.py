@@ -34,7 +34,7 @@ from services.kv.tails import carried_bytes
 from services.net import channels, grpc_errors
 from services.net.channels import TlsConfig
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, NoCapacity, Unavailable
-from services.values.rank import Plan
+from services.values.rank import Plan, TakeOver
 from services.values.request import FinishReason, SamplingParams
 from services.wire.isthmus.v1 import handshake_pb2_grpc
 
@@ -241,6 +241,25 @@ async def test_what_another_rank_holds_is_pulled_and_the_tokens_are_the_oracles(
             assert answer.admitted.computed_tokens == len(turn) - pulled.tokens
             pages = pulled.tokens // layout.page_size
             assert pulled.bytes == pages * layout.page_bytes + carried_bytes(layout, pulled.tokens)
+        await pair.assert_nothing_held()
+
+
+async def test_what_a_rank_leaves_behind_is_taken_over_and_the_tokens_are_the_oracles(engine):
+    if isinstance(engine, Sglang):
+        assert engine.running.decode.hands_over is None
+        pytest.skip("SGLang's ranks hand nothing over")
+    async with engine.pair(dp_size=2) as pair:
+        first = await pair.generate(prompt_of(40), 9, Plan.LOCAL)
+        turn = [*prompt_of(40), *first.tokens, *prompt_of(5, 9)]
+        leaver, successor = (decode.hands_over for decode in pair.decodes)
+        (prefix,) = await leaver.idle_prefixes()
+        source = pair.source(pair.decode, 0).rank
+        ids = await leaver.spell(prefix)
+        taken = await successor.take_over(TakeOver(source, "", ids, prefix.idle_s, 0, 60.0))
+        assert taken.refused == "" and taken.held_tokens == taken.pulled_tokens >= 32
+        answer = await pair.generate(turn, 9, Plan.LOCAL, decode=1)
+        engine.check(turn, answer.tokens)
+        assert answer.admitted.computed_tokens == len(turn) - taken.held_tokens
         await pair.assert_nothing_held()
 
 
