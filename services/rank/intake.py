@@ -38,7 +38,7 @@ class Intake:
 
     def __init__(self, own_id: RankId) -> None:
         self.draining = False
-        self.num_running = 0
+        self.num_running = self.num_ended = 0
         self.tell: Tell = _nobody_is_there
         self._own_id = own_id
         self._closed = self._stopping = False
@@ -62,7 +62,12 @@ class Intake:
 
     def left(self) -> None:
         self.num_running -= 1
+        self.num_ended += 1
         self._note()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping
 
     def check_life(self, generation: int) -> None:
         """Raise StaleGeneration unless this incarnation of the rank is meant."""
@@ -182,7 +187,8 @@ class Operations(rank_pb2_grpc.RankServicer):
         self, request: rank_pb2.UndrainRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.UndrainResponse:
         self._intake.check_life(request.generation)
-        self._leaving.undo()
+        if not self._intake.is_stopping:  # It leaves in any case.
+            self._leaving.undo()
         await self._intake.undrain()
         return rank_pb2.UndrainResponse()
 

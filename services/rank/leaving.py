@@ -124,11 +124,13 @@ class Leaving:
 
     async def _run(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> None:
         clock, progress = asyncio.get_running_loop().time, self._progress
-        began = clock()
+        began, intake = clock(), self._intake
+        ended_before = intake.num_ended
         try:
             left_s = limit_s - await self._round(hands_over, successors, limit_s)
-            if self._intake.num_running and not self._nothing_more_ends.is_set():
+            if intake.num_running and not self._nothing_more_ends.is_set():
                 await self._until_nothing_runs()
+            if intake.num_ended > ended_before:  # In the first round, perhaps, or while it waited.
                 await self._round(hands_over, successors, left_s)
         except IsthmusError as error:
             log_lines.event(log, "hand_over_failed", level=logging.WARNING, reason=str(error))
