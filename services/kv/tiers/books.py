@@ -10,9 +10,10 @@ Tiers stand in order, the nearest first. A block has one place. It moves down a 
 its own, the leaves first, and the last tier lets it go.
 
 Rule 1 (closure): a block's parent is in some tier too, or it is a first block. So what is found of a prefix
-        begins at its start, and after a restart nothing is left over that nobody can reach. A block is let
-        go only after its children; where one is bad, its descendants go with it.
-Rule 2: a slot is in one place: free, or of one block, or the target of one move.
+        begins at its start. A block is let go only after its children; where one is bad, its descendants go
+        with it. What a former life has left without its parent, which was in memory that is gone, waits for
+        the parent to be written again, and is the first to go where room is needed.
+Rule 2: a slot is in one place: free, or of one block, or the target of one move, or what waits is in it.
 Rule 3: a slot that is being read, written or moved is neither given up nor written anew.
 Rule 4: a use of a block is a use of its ancestors, so children are older than their parents.
 """
@@ -81,6 +82,8 @@ class TierBooks:
         self._blocks: dict[bytes, Block] = {}
         # They are those of `_blocks`, by tier, the least recently used first.
         self._by_use: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_slots]
+        self._orphans: list[dict[int, Stored]] = [{} for _ in num_slots]  # They wait for their parents.
+        self._orphans_of: dict[bytes, list[Place]] = {}  # Some of them have gone since.
         self._leaving: set[Block] = set()  # They are BAD, and somebody uses their slots.
         self._sequence = 0
 
@@ -94,10 +97,10 @@ class TierBooks:
         return key in self._blocks
 
     def free_slots(self, tier: int) -> int:
-        return len(self._free[tier])
+        return len(self._free[tier]) + len(self._orphans[tier])
 
     def load(self, stored: Sequence[Iterable[Stored]]) -> None:
-        """Take over what a former life's records say, by tier: what is closed under parents.
+        """Take over what a former life's records say, by tier.
 
         The books are empty. Of two records of one key the later one counts.
         """
@@ -110,6 +113,12 @@ class TierBooks:
                 block = self._place(each, Place(tier, each.slot))
                 taken[tier].add(block.place.slot)
         self._order(reversed(newest))
+        for key, (each, tier) in newest.items():
+            self._sequence = max(self._sequence, each.sequence)
+            if key not in self._blocks:
+                taken[tier].add(each.slot)
+                self._orphans[tier][each.slot] = each
+                self._orphans_of.setdefault(each.parent_key, []).append(Place(tier, each.slot))
         self._free = [
             [slot for slot in reversed(range(count)) if slot not in used]
             for count, used in zip(self._num_slots, taken, strict=True)
@@ -119,9 +128,21 @@ class TierBooks:
         parent = self._blocks.get(stored.parent_key)
         block = Block(stored.key, parent, stored.block_hash, place, stored.sequence)
         block.state, block.digest = SlotState.HELD, stored.digest
-        self._sequence = max(self._sequence, stored.sequence)
         self._add(block)
         return block
+
+    def _adopt(self, key: bytes) -> None:
+        """Take in what has waited for this block, and in turn for that: as what is the least recent."""
+        keys = [key]
+        for each in keys:  # It grows meanwhile.
+            for place in self._orphans_of.pop(each, ()):
+                stored = self._orphans[place.tier].pop(place.slot, None)
+                if stored is None or stored.key in self._blocks:
+                    self._free[place.tier] += [] if stored is None else [place.slot]
+                    continue
+                block = self._place(stored, place)
+                self._by_use[place.tier].move_to_end(block, last=False)
+                keys.append(block.key)
 
     def _order(self, keys: Iterable[bytes]) -> None:
         """Order all by use, given the most recent first, as if each had been used with all before it."""
@@ -176,6 +197,7 @@ class TierBooks:
         block.digest = digest
         if block.state is SlotState.WRITING:
             block.state = SlotState.HELD
+            self._adopt(block.key)
         self._unbusy(block)
 
     def write_failed(self, block: Block) -> None:
@@ -239,7 +261,8 @@ class TierBooks:
 
     def check(self) -> None:
         """Walk everything. Raises AssertionError where a rule is broken."""
-        places = [Place(tier, slot) for tier, slots in enumerate(self._free) for slot in slots]
+        unused = [[*free, *waiting] for free, waiting in zip(self._free, self._orphans, strict=True)]
+        places = [Place(tier, slot) for tier, slots in enumerate(unused) for slot in slots]
         for block in self._all():
             places += [block.place] if block.moves_to is None else [block.place, block.moves_to]
         due = [Place(tier, slot) for tier, count in enumerate(self._num_slots) for slot in range(count)]
@@ -273,10 +296,14 @@ class TierBooks:
             block.parent.children.discard(block)
 
     def _take(self, tier: int, spared: Block | None) -> int | None:
-        """Return a free slot of a tier, letting a leaf go for it where there is none.
+        """Return a free slot of a tier, letting what has no parent go for it, or a leaf, where there is none.
 
         `spared` and what leads to it stay.
         """
+        if not self._free[tier] and self._orphans[tier]:
+            slot = next(iter(self._orphans[tier]))
+            del self._orphans[tier][slot]
+            return slot
         if not self._free[tier] and (leaf := self._next_leaf(tier, spared)) is not None:
             self.drop(leaf)
         return self._free[tier].pop() if self._free[tier] else None

@@ -215,3 +215,40 @@ def test_a_long_prefix_costs_no_more_for_each_block_than_a_short_one():
         books.use(books._blocks[key])
     order = [[block.key for block in each._by_use[0]] for each in (books, again)]
     assert order[0] == order[1], "the next life lets others go first"
+
+
+def test_what_has_lost_its_parent_waits_for_it_and_is_the_first_to_go():
+    head, long, other = (1,), (1, 1), (1, 2)
+    below = [(1, 1, 1), (1, 1, 2), other]
+
+    def lost(tier):
+        books = TierBooks([3, 4])
+        paths = [long, *below] if tier else [long, other]
+        records = [Stored(n, key_of(path), key_of(path[:-1]), 7, n, n) for n, path in enumerate(paths)]
+        books.load([records, []] if not tier else [[], records])
+        books.check()
+        assert len(books) == 0
+        return books
+
+    def depth(books, path):
+        return len(books.find([key_of(path[: end + 1]) for end in range(len(path))]))
+
+    books = lost(1)  # the head was in memory
+    held(books, head)
+    books.check()
+    assert [depth(books, path) for path in below] == [3, 3, 2] and len(books) == 5
+    assert books.claim(key_of((2,)), ROOT, 0).sequence > 3
+    books = lost(0)
+    assert books.free_slots(0) == 3
+    for number in (2, 3, 4):
+        held(books, (number,))
+        books.check()
+    assert len(books) == 3, "one was let go that somebody can reach"
+    books = lost(0)
+    parent = books.claim(key_of(head), ROOT, 0)
+    child = books.claim(key_of(other), key_of(head), 0)  # in place of the oldest
+    books.written(parent, 0)
+    books.check()
+    books.written(child, 0)
+    books.check()
+    assert depth(books, other) == 2
