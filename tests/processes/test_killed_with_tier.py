@@ -29,7 +29,7 @@ async def test_the_next_life_of_a_rank_reads_what_the_last_one_stored(where, tmp
         prompts = [prompt_of(number, LENGTH) for number in range(8)]
         for number, prompt in enumerate(prompts, start=1):
             await cluster.generate(prompt)
-            await until(lambda n=number: _stored(cluster, n * LENGTH // 5), "most of it is stored")
+            await until(lambda n=number - 1: _stored(cluster, n * LENGTH // 5), "most of it is stored")
         before = cluster.rank(DECODE)
         stored = (await cluster.metrics(DECODE))["isthmus_tier_blocks{held}"]
         cluster.signal_rank(DECODE, signal.SIGKILL)
