@@ -161,11 +161,12 @@ class Leaving:
     async def _round(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> float:
         """Offer what is idle and has not been taken yet; return how long that took.
 
-        Raises Unavailable when nobody says which ranks there are.
+        Raises Unavailable when nobody says which ranks there are, or the engine what it has.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
-        prefixes = [each for each in await hands_over.idle_prefixes() if each.node not in self._handed]
+        listed = await _listed(hands_over, max(_ANSWER_S, limit_s))
+        prefixes = [each for each in listed if each.node not in self._handed]
         self._progress.left_tokens = self._progress.cut_tokens + sum(each.tokens for each in prefixes)
         ranks = await successors() if prefixes else []
         if ranks:
@@ -193,6 +194,15 @@ class Leaving:
 
     def note_dropped(self, prefix: IdlePrefix) -> None:
         self._progress.left_tokens -= prefix.tokens
+
+
+async def _listed(hands_over: HandsOver, limit_s: float) -> list[IdlePrefix]:
+    """Return what is idle. Raises Unavailable where the engine, which may have crashed, does not answer."""
+    try:
+        async with asyncio.timeout(limit_s):
+            return await hands_over.idle_prefixes()
+    except TimeoutError as error:
+        raise Unavailable("the engine does not say what is cached") from error
 
 
 class _Round:

@@ -114,6 +114,8 @@ class OpenRank:
                 await self.intake.stop(at_once=self.failed.is_set())
         except TimeoutError:
             log.warning("drain_timed_out grace_s=%g", grace_s)
+        if self.failed.is_set():
+            self.leaving.undo()  # Its engine answers nobody.
         await self.leaving.ended(nothing_more_ends=True)
 
 

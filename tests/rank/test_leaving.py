@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from services.rank import intake as intake_module
 from services.rank.intake import Intake, Operations
 from services.rank.leaving import Leaving
+from services.rank.main import OpenRank
 from services.rank.rank_metrics import HandOverMetrics
 from services.values.errors import Unavailable
 from services.values.rank import Generation, RankAddress, RankId
@@ -84,3 +85,16 @@ async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(ran
     rank.listing.let.set()
     await rank.leaving.ended(nothing_more_ends=True)
     assert rank.leaving.told().over
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_an_engine_that_answers_no_more_holds_up_no_exit(rank, fails):
+    """It had a hand-over begun, and crashed."""
+    failed = asyncio.Event()
+    opened = OpenRank(None, None, None, rank.intake, rank.leaving, 0, failed)
+    rank.leaving.begin(None if fails else 0.05)
+    await until(lambda: rank.listing.asked)
+    if fails:
+        failed.set()
+    async with asyncio.timeout(3):
+        await opened.drain(1.0)
