@@ -30,6 +30,7 @@ _STAGES = {
     "route": "#73bf69",
     "decode_queue": "#f2495c",
     "prefill_queue": "#ff9830",
+    "pull": "#c0d8ff",
     "prefill_compute": "#3274d9",
     "transfer": "#b877d9",
     "first_decode_step": "#37c8c3",

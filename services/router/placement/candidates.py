@@ -188,6 +188,15 @@ class DecodeCandidate(NamedTuple):
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
     @property
+    def indexed_reused_tokens(self) -> int:
+        """Return them as the index has them."""
+        return self.matched_tokens if self.matched_resume_tokens is None else self.matched_resume_tokens
+
+    @property
+    def as_indexed(self) -> "DecodeCandidate":
+        return self._replace(hit_tokens=self.matched_tokens, resume_tokens=self.matched_resume_tokens)
+
+    @property
     def has_room(self) -> bool:
         """Return whether nobody waits for pages there."""
         return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
@@ -216,6 +225,15 @@ class PrefillCandidate(NamedTuple):
     def reused_tokens(self) -> int:
         """Return the tokens that it need not compute."""
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
+
+    @property
+    def indexed_reused_tokens(self) -> int:
+        """Return them as the index has them."""
+        return self.matched_tokens if self.matched_resume_tokens is None else self.matched_resume_tokens
+
+    @property
+    def as_indexed(self) -> "PrefillCandidate":
+        return self._replace(hit_tokens=self.matched_tokens, resume_tokens=self.matched_resume_tokens)
 
 
 Candidate = DecodeCandidate | PrefillCandidate

@@ -175,10 +175,12 @@ class Placer:
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """Decide as `place` does, with every rank looked at and enough of them compared."""
-        request, decodes, prefills = self._looked_at(self._snapshot(asked), self._all)
+        snapshot = self._snapshot(asked)
+        request, decodes, prefills = self._looked_at(snapshot, self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
-            return place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
+            decision = place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
+            return self._insured(decision, snapshot)
         except (NoCapacity, Unavailable) as error:
             all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
@@ -188,7 +190,19 @@ class Placer:
     ) -> Decision:
         request, decodes, prefills = self._looked_at(snapshot, find)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
-        return place(request, decodes, prefills, bandwidth, weights, tie)
+        return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), snapshot)
+
+    def _insured(self, decision: Decision, snapshot: RankSnapshot) -> Decision:
+        """Name a source where none was chosen because a prediction says that the rank will hold the prompt:
+        if it does, it does not ask."""
+        chosen = decision.chosen
+        computing = chosen.prefill or chosen.decode
+        if chosen.source is not None or computing.reused_tokens <= computing.indexed_reused_tokens:
+            return decision
+        holders = self._sources.holders(snapshot)
+        if holders and (sources := self._sources.of(computing.as_indexed, holders)):
+            return replace(decision, chosen=replace(chosen, source=sources[0]))
+        return decision
 
     def _looked_at(
         self, snapshot: RankSnapshot, find: Callable[[_Side, RankSnapshot], list[Found]]

@@ -80,7 +80,8 @@ class Priced:
     @property
     def reused_tokens(self) -> int:
         """Return the tokens that nobody needs to compute."""
-        return (self.prefill or self.decode).reused_tokens if self.source is None else self.source.tokens
+        own = (self.prefill or self.decode).reused_tokens
+        return own if self.source is None else max(own, self.source.tokens)
 
     @property
     def total_s(self) -> float:

@@ -241,3 +241,23 @@ def test_what_was_computed_counts_before_it_is_told(subtests):
         full(router, router.decodes[0])
         router.waits(router.decodes[1], 0, prefill_tokens_per_s=2_000.0)
         assert router.place().chosen.source.tokens == 30 * BLOCK
+
+
+def test_a_source_is_named_in_case_a_prediction_is_wrong(subtests):
+    router = Router(1, 1, capabilities=BOTH_WAYS)
+    holder, prefill = router.decodes[0], router.prefills[0].id.key
+    router.holds(holder, 40)
+    router.balance.predict(prefill, HASHES)
+    with subtests.test("the price is that of what is predicted"):
+        chosen = router.place(plans=REMOTE).chosen
+        assert (chosen.source.id, chosen.source.tokens) == (holder.id, 40 * BLOCK)
+        assert chosen.reused_tokens == 40 * BLOCK and "pull" not in dict(chosen.terms)
+        explained = router.placer.explain(router.asked(plans=REMOTE), 0.5)
+        assert explained.chosen.source == chosen.source and explained.chosen in explained.ranked
+    with subtests.test("where the index says so too, none is named"):
+        router.holds(router.prefills[0], 40)
+        assert router.place(plans=REMOTE).chosen.source is None
+    with subtests.test("nor where nobody holds it"):
+        router.holds(router.prefills[0], 0)
+        router.holds(holder, 0)
+        assert router.place(plans=REMOTE).chosen.source is None
