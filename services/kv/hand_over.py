@@ -85,7 +85,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class Outcome:
+class HandOverOutcome:
     handed_tokens: int = 0
     left_tokens: int = 0  # They stay here, and go with the rank.
     handed_prefixes: int = 0
@@ -96,7 +96,7 @@ class HandOver(Generic[Successor]):
     """`next` says what to offer to whom; one of the other methods is called with the answer."""
 
     def __init__(self, prefixes: Sequence[IdlePrefix], successors: Sequence[Successor]) -> None:
-        self.outcome = Outcome()
+        self.outcome = HandOverOutcome()
         self._listed = sorted(prefixes, key=lambda each: (not each.is_protected, each.idle_s))
         self._successors = {successor: _Asked() for successor in successors}
         self._tried: dict[IdlePrefix, set[Successor]] = {}

@@ -43,7 +43,7 @@ _ANSWER_S = 1.0
 
 
 @dataclass(slots=True)
-class Progress:
+class HandOverProgress:
     handed_tokens: int = 0
     handed_bytes: int = 0
     cut_tokens: int = 0  # They are the ends of prefixes for which there was not room enough.
@@ -70,7 +70,7 @@ class Leaving:
         self._address: RankAddress | None = None
         self._successors: Successors | None = None
         self._task: asyncio.Task[None] | None = None
-        self._progress = Progress()
+        self._progress = HandOverProgress()
         self._handed: set[Node] = set()
         self._nothing_more_ends = asyncio.Event()
 
@@ -86,7 +86,7 @@ class Leaving:
         limit_s = self._hand_over_s if hand_over_s is None else hand_over_s
         if limit_s <= 0 or self._hands_over is None or self._successors is None or self._task is not None:
             return
-        self._progress, self._handed = Progress(), set()
+        self._progress, self._handed = HandOverProgress(), set()
         run = self._run(self._hands_over, self._successors, limit_s)
         self._task = asyncio.create_task(run, name="hand-over")
 

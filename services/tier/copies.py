@@ -132,7 +132,7 @@ class LoadEnd(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyPiece:
     """These pages of a block are wanted, from its `first` on."""
 
     block: Block
@@ -143,7 +143,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class CopyPace:
     """It is what reading is compared with: `tokens` of each piece would be computed instead."""
 
     tokens: int
@@ -151,10 +151,10 @@ class Pace:
     clock: Clock = field(default=time.monotonic)
 
 
-class Load(Copy):
+class LoadCopy(Copy):
     """It brings blocks up into pages, in order; the first `num_done` have come at any time."""
 
-    def __init__(self, pieces: Sequence[Piece], pace: Pace) -> None:
+    def __init__(self, pieces: Sequence[CopyPiece], pace: CopyPace) -> None:
         super().__init__()
         self.pieces = tuple(pieces)
         self.num_done = 0
@@ -187,7 +187,7 @@ class Load(Copy):
             self.read_s[piece.place.tier] += self._pace.clock() - began_s
         return LoadEnd.WHOLE
 
-    def _give(self, staging: Staging, piece: Piece) -> None:
+    def _give(self, staging: Staging, piece: CopyPiece) -> None:
         staging.give(piece.pages, piece.first)
         self.num_done += 1
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import Stored
-from services.kv.tiers.keys import TIER_FORMAT
+from services.kv.tiers.tier_keys import TIER_FORMAT
 from services.values.errors import ConfigError
 
 _HEADER = Struct("<8sI8sQQQ")

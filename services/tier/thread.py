@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from services.process.turn_watch import TurnWatch, stack_of
-from services.tier.copies import Copy, Load, Staging
+from services.tier.copies import Copy, LoadCopy, Staging
 from services.tier.slab import Slab
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class TierThread:
 
     def submit(self, copy: Copy) -> bool:
         """Queue a copy; return False where too many wait already."""
-        is_read = isinstance(copy, Load)
+        is_read = isinstance(copy, LoadCopy)
         queue, most = (self._reads, _MOST_READS) if is_read else (self._writes, MOST_WRITES)
         with self._news:
             if self._stopping or len(queue) >= most:

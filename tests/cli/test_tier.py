@@ -6,7 +6,7 @@ import pytest
 
 from services.cli.tier import run
 from services.kv.tiers.books import Stored
-from services.kv.tiers.keys import ROOT
+from services.kv.tiers.tier_keys import ROOT
 from services.tier.slab import SlabShape, open_file
 
 SHAPE = SlabShape.fitting(b"layout-1", 256, 1 << 20)

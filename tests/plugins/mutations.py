@@ -177,12 +177,12 @@ def tier_without_digest(patch: pytest.MonkeyPatch) -> None:
 def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
     """A block below the pool is named by its own tokens, whatever came before it."""
     from services.engine.paged import tiering
-    from services.kv.tiers import keys
+    from services.kv.tiers import tier_keys
 
-    next_key = keys.next_key
+    next_key = tier_keys.next_key
 
     def mutated(scope_key, parent, packed_block):
-        return next_key(scope_key, keys.ROOT, packed_block)
+        return next_key(scope_key, tier_keys.ROOT, packed_block)
 
     patch.setattr(keys, "next_key", mutated)
     patch.setattr(tiering, "next_key", mutated)

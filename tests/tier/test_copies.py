@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.keys import ROOT
+from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
-from services.tier.copies import Load, LoadEnd, Move, Pace, Piece, Staging, Store
+from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
 from services.tier.thread import TierThread
 from services.values.kv import PageId, PoolMemory
@@ -42,10 +42,10 @@ class Rank:
 
     def load(self, wanted, tokens_per_s=0.0):
         pieces = [
-            Piece(block, block.place, block.digest, first, tuple(map(PageId, pages)))
+            CopyPiece(block, block.place, block.digest, first, tuple(map(PageId, pages)))
             for block, first, pages in wanted
         ]
-        return Load(pieces, Pace(10, tokens_per_s, lambda: self.now_s))
+        return LoadCopy(pieces, CopyPace(10, tokens_per_s, lambda: self.now_s))
 
     def close(self):
         for slab in self.slabs:

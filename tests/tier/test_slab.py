@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.kv.tiers.books import Stored, TierBooks
-from services.kv.tiers.keys import ROOT
+from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import is_whole
 from services.tier.slab import FileCalls, SlabInUse, SlabShape

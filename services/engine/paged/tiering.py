@@ -28,9 +28,9 @@ from services.engine.paged.sequence import Sequence as EngineSequence
 from services.kv.prefix_cache import PrefixCache
 from services.kv.radix_tree import Node
 from services.kv.tiers.books import Block, SlotState, TierBooks
-from services.kv.tiers.keys import ROOT, keys_of, next_key, scope
-from services.kv.tiers.wait_or_cut import Left, Trust
-from services.tier.copies import Clock, Copy, Load, LoadEnd, Move, Pace, Piece, Store
+from services.kv.tiers.tier_keys import ROOT, keys_of, next_key, scope
+from services.kv.tiers.wait_or_cut import Left, TierTrust
+from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Store
 from services.tier.thread import TierThread
 from services.values.kv import KvLayout, PageBooks, PageId
 from services.values.rank_reports import RankLoad
@@ -62,7 +62,7 @@ class Fill:
     seq: EngineSequence
     deadline_s: float
     keys: Sequence[bytes] = ()  # Its own read is of these blocks.
-    load: Load | None = None
+    load: LoadCopy | None = None
     first_block: int = 0
     read_s: float = 0.0  # It is predicted to take so long.
     behind: "Fill | None" = None
@@ -116,11 +116,11 @@ class Tiering:
         self._room_pages = room_pages
         self._clock = clock
         self._wake = wake
-        self._trust = [Trust() for _ in num_slots]
+        self._trust = [TierTrust() for _ in num_slots]
         self._ended: SimpleQueue[Copy] = SimpleQueue()
         self._fills: dict[EngineSequence, Fill] = {}
         self._reading: dict[bytes, Fill] = {}
-        self._by_load: dict[Load, Fill] = {}
+        self._by_load: dict[LoadCopy, Fill] = {}
         self._copied: dict[PageId, Store] = {}  # They wait to be copied, or may have been.
         self._num_moves = 0
         self._look_at_s = 0.0
@@ -172,7 +172,7 @@ class Tiering:
         if not (blocks := self._worth_reading(blocks, computed_tokens_per_s, now_s)):
             return False
         left = self._left(blocks, computed_tokens_per_s)
-        load = Load(self._pieces(seq, blocks, first), Pace(self._block_tokens, computed_tokens_per_s))
+        load = LoadCopy(self._pieces(seq, blocks, first), CopyPace(self._block_tokens, computed_tokens_per_s))
         waits_s = sum(fill.read_s for fill in self._fills.values())  # Those before it are read first.
         limit_s = replace(left, read_s=waits_s + left.read_s).limit_s
         fill = Fill(seq, now_s + limit_s, [block.key for block in blocks], load, first, left.read_s)
@@ -212,7 +212,7 @@ class Tiering:
     def _take_ended(self, now_s: float) -> None:
         while (copy := self._next_ended()) is not None:
             match copy:
-                case Load():
+                case LoadCopy():
                     self._note_load(copy, now_s)
                 case Store():
                     self._note_store(copy, now_s)
@@ -266,17 +266,17 @@ class Tiering:
         read_s = sum(self._trust[block.place.tier].seconds(self._block_bytes) for block in blocks)
         return Left(read_s, len(blocks) * self._block_tokens, computed_tokens_per_s)
 
-    def _pieces(self, seq: EngineSequence, blocks: Sequence[Block], first: int) -> list[Piece]:
+    def _pieces(self, seq: EngineSequence, blocks: Sequence[Block], first: int) -> list[CopyPiece]:
         assert seq.pages is not None
         pieces, per_block = [], self._block_pages
         num_had = seq.computed // self._layout.page_size
         for index, block in enumerate(blocks, start=first):
             begin = max(num_had, index * per_block)
             pages = tuple(seq.pages.pages[begin : (index + 1) * per_block])
-            pieces.append(Piece(block, block.place, block.digest, begin - index * per_block, pages))
+            pieces.append(CopyPiece(block, block.place, block.digest, begin - index * per_block, pages))
         return pieces
 
-    def _begin_reads(self, blocks: Sequence[Block], load: Load) -> bool:
+    def _begin_reads(self, blocks: Sequence[Block], load: LoadCopy) -> bool:
         if not self.thread.submit(load):
             return False
         for block in blocks:  # Its end is noted on this thread, later.
@@ -292,7 +292,7 @@ class Tiering:
             if self._reading.get(key) is fill:
                 del self._reading[key]
 
-    def _note_load(self, load: Load, now_s: float) -> None:
+    def _note_load(self, load: LoadCopy, now_s: float) -> None:
         is_bad = load.end in (LoadEnd.CORRUPT, LoadEnd.FAILED)
         for index, piece in enumerate(load.pieces):
             self.books.end_read(piece.block, good=not (is_bad and index == load.num_done))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from services.kv.tiers.keys import ROOT
+from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 
 

@@ -37,7 +37,7 @@ class Left:
         return min(max(_LEAST_LIMIT_S, _MOST_PREDICTIONS * self.read_s), _MOST_LIMIT_S)
 
 
-class Trust:
+class TierTrust:
     """It knows how fast a tier reads, and turns the tier off for a while where it fails."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Trust:
         self._off_until_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Trust({self.bytes_per_s / 1e6:.0f} MB/s errors={self._errors})"
+        return f"TierTrust({self.bytes_per_s / 1e6:.0f} MB/s errors={self._errors})"
 
     def is_off(self, now_s: float) -> bool:
         return now_s < self._off_until_s

@@ -147,7 +147,7 @@ class Asked:
         return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
-class Source(NamedTuple):
+class SourceCandidate(NamedTuple):
     """A rank that holds more of the prompt than a candidate that would compute it, which may pull that."""
 
     id: RankId
@@ -180,7 +180,7 @@ class DecodeCandidate(NamedTuple):
     resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
     matched_resume_tokens: int | None = None  # likewise, of what the index says
     tokens_per_step: float = 0.0  # that a sequence gets; 0: not known
-    sources: tuple[Source, ...] = ()  # for plan local
+    sources: tuple[SourceCandidate, ...] = ()  # for plan local
 
     @property
     def reused_tokens(self) -> int:
@@ -219,7 +219,7 @@ class PrefillCandidate(NamedTuple):
     holds_tokens: float = inf  # of one prompt
     resume_tokens: int | None = None  # a predicted prefill_prefix_len; None: the hit
     matched_resume_tokens: int | None = None
-    sources: tuple[Source, ...] = ()
+    sources: tuple[SourceCandidate, ...] = ()
 
     @property
     def reused_tokens(self) -> int:

@@ -15,7 +15,7 @@ from math import inf
 
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import extend_hash
-from services.router.placement.candidates import Candidate, Source
+from services.router.placement.candidates import Candidate, SourceCandidate
 from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash
@@ -150,7 +150,7 @@ class Outcomes:
             tokens = rank.matched_resume_tokens or 0
         return _Believed(key, tokens // self._block, resuming, self._progress(key))
 
-    def _promise(self, source: Source) -> _Believed:
+    def _promise(self, source: SourceCandidate) -> _Believed:
         key = source.id.key
         return _Believed(key, source.matched_tokens // self._block, key in self.telling, self._progress(key))
 

@@ -32,7 +32,7 @@ from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
-from services.router.placement.sources import Holder, Sources
+from services.router.placement.sources import Holder, PullSources
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
@@ -94,7 +94,7 @@ class Placer:
         self._apart: dict[RankKey, str] = {}  # their layout is another, in what
         self._share = Share()
         self._hits = Hits(index, balance, settings.index_block)
-        self._sources = Sources(index, balance, settings.index_block, is_connected)
+        self._sources = PullSources(index, balance, settings.index_block, is_connected)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
 

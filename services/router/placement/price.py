@@ -26,7 +26,7 @@ from services.router.placement.candidates import (
     DecodeCandidate,
     PlacementRequest,
     PrefillCandidate,
-    Source,
+    SourceCandidate,
 )
 from services.values.rank import Plan, RankKey
 
@@ -75,7 +75,7 @@ class Priced:
     prefill: PrefillCandidate | None
     plan: Plan
     terms: tuple[tuple[str, float], ...]
-    source: Source | None = None
+    source: SourceCandidate | None = None
 
     @property
     def reused_tokens(self) -> int:
@@ -98,7 +98,7 @@ class Option(NamedTuple):
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
     bytes_per_s: float = inf  # between them, as it was when this was priced
-    source: Source | None = None
+    source: SourceCandidate | None = None
 
     @property
     def plan(self) -> Plan:
@@ -118,7 +118,7 @@ class Sender(NamedTuple):
     evict_s: float
     fixed_s: float  # all but the computing
     prefill: PrefillCandidate
-    source: Source | None = None
+    source: SourceCandidate | None = None
 
 
 class Receiver(NamedTuple):
@@ -162,7 +162,7 @@ class PriceList:
         senders = [self.sender(prefill) for prefill in prefills]
         return senders + [self.sender(each, source) for each in prefills for source in each.sources]
 
-    def sender(self, prefill: PrefillCandidate, source: Source | None = None) -> Sender:
+    def sender(self, prefill: PrefillCandidate, source: SourceCandidate | None = None) -> Sender:
         rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
         reused_tokens = prefill.reused_tokens if source is None else source.tokens
         # The last token is always computed: its logits choose the next one.
@@ -176,7 +176,7 @@ class PriceList:
             fixed_s += sum(self.pull(source, wait_s))
         return Sender(wait_s, compute_s, occupy_s, evict_s, fixed_s, prefill, source)
 
-    def pull(self, source: Source, wait_s: float) -> tuple[float, float]:
+    def pull(self, source: SourceCandidate, wait_s: float) -> tuple[float, float]:
         """Return the seconds that a pull takes beyond the wait, and what it costs those who run at its
         source."""
         lend_s = self.weights.itl_weight * source.running * source.pull_s
@@ -203,7 +203,7 @@ class PriceList:
         room = max(0, holds - self.request.prompt_tokens)
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
 
-    def local_terms(self, receiver: Receiver, source: Source | None = None) -> dict[str, float]:
+    def local_terms(self, receiver: Receiver, source: SourceCandidate | None = None) -> dict[str, float]:
         decode, compute_s = receiver.decode, self.local_compute_s(receiver, source)
         return {
             "wait_decode": receiver.wait_s,
@@ -216,13 +216,13 @@ class PriceList:
             "outgrow": receiver.outgrow_s,
         }
 
-    def pull_terms(self, source: Source | None, wait_s: float) -> dict[str, float]:
+    def pull_terms(self, source: SourceCandidate | None, wait_s: float) -> dict[str, float]:
         if source is None:
             return {}
         pull_s, lend_s = self.pull(source, wait_s)
         return {"pull": pull_s, "lend": lend_s}
 
-    def local_compute_s(self, receiver: Receiver, source: Source | None) -> float:
+    def local_compute_s(self, receiver: Receiver, source: SourceCandidate | None) -> float:
         uncached = receiver.uncached
         if source is not None:
             uncached = max(1, self.request.prompt_tokens - source.tokens)
@@ -292,7 +292,7 @@ class PriceList:
                 best = Option(total_s, decode, None, source=source)
         return best
 
-    def local_s(self, receiver: Receiver, source: Source | None = None) -> float:
+    def local_s(self, receiver: Receiver, source: SourceCandidate | None = None) -> float:
         """The sum of `local_terms`, without a source in their order."""
         decode, wait_s, room_s = receiver.decode, receiver.wait_s, receiver.room_s
         compute_s = self.local_compute_s(receiver, source)

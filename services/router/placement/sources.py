@@ -17,7 +17,7 @@ from typing import NamedTuple
 from services.index.read.prefix_index import PrefixIndex
 from services.index.read.prefix_index import deepest as resumable_depths
 from services.kv.tails import carried_bytes
-from services.router.placement.candidates import Candidate, Source
+from services.router.placement.candidates import Candidate, SourceCandidate
 from services.router.placement.rank_snapshot import Found, RankSnapshot, what_must_agree
 from services.router.ranks.balance import Balance
 from services.router.ranks.learned import PullPace
@@ -54,16 +54,16 @@ def deepest(holders: Iterable[Holder]) -> list[Holder]:
 
 def sources_of(
     candidate: Candidate, layout: KvLayout, holders: Iterable[Holder], pace: Pace
-) -> tuple[Source, ...]:
+) -> tuple[SourceCandidate, ...]:
     """Return the first ones from which a pull can pay. The candidate has that layout."""
-    key, reused_tokens, found = candidate.id.key, candidate.reused_tokens, list[Source]()
+    key, reused_tokens, found = candidate.id.key, candidate.reused_tokens, list[SourceCandidate]()
     for rank, its_layout, tokens, matched_tokens, running in holders:
         if tokens <= reused_tokens or rank.key == key or its_layout is not layout:
             continue
         num_bytes = _pulled_bytes(layout, candidate.hit_tokens, tokens)
         pull_s = pace(rank.key, key).seconds(num_bytes)
         if pull_s <= _TIME_SHARE * (tokens - reused_tokens) / candidate.prefill_tokens_per_s:
-            found.append(Source(rank, tokens, matched_tokens, running, pull_s))
+            found.append(SourceCandidate(rank, tokens, matched_tokens, running, pull_s))
             if len(found) == _MOST_SOURCES:
                 break
     return tuple(found)
@@ -75,7 +75,7 @@ def _pulled_bytes(layout: KvLayout, held: int, end: int) -> float:
     return attention + carried_bytes(layout, end) if layout.groups else attention
 
 
-class Sources:
+class PullSources:
     """These are the sources as one router knows them. `index_block` is in tokens."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Sources:
                 most = max(most, blocks)
         return deepest(self._holders(found, snapshot, there))
 
-    def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[Source, ...]:
+    def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[SourceCandidate, ...]:
         """Return a candidate's sources among the holders of the same prompt."""
         key = candidate.id.key
         if key not in self._pulling or candidate.excluded or candidate.reused_tokens >= holders[0].tokens:

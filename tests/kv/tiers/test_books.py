@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from services.kv.tiers.books import SlotState, Stored, TierBooks
-from services.kv.tiers.keys import ROOT
+from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 
 PATHS = [(a,) * depth + (b,) for a in range(2) for depth in range(4) for b in range(3)]

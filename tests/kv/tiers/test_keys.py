@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from services.kv.tiers.keys import ROOT, keys_of, next_key, scope
+from services.kv.tiers.tier_keys import ROOT, keys_of, next_key, scope
 from services.values.kv import GroupKind, KvGroup, KvLayout
 
 LAYOUT = KvLayout(4, 64, 7, groups=(KvGroup(GroupKind.FULL_ATTENTION, (0, 1), 2, 4, "float32"),))

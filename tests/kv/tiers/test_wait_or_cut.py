@@ -1,6 +1,6 @@
 import pytest
 
-from services.kv.tiers.wait_or_cut import Left, Trust
+from services.kv.tiers.wait_or_cut import Left, TierTrust
 
 
 def test_a_prefix_is_read_while_that_is_faster_than_computing_it():
@@ -14,7 +14,7 @@ def test_the_wait_is_bounded_by_what_was_predicted():
 
 
 def test_a_tier_is_off_for_half_a_minute_after_three_errors_in_a_row():
-    trust = Trust()
+    trust = TierTrust()
     assert trust.seconds(1000) == 0.0
     trust.note_read(1000, 0.5)
     assert trust.seconds(4000) == pytest.approx(2.0)

@@ -8,7 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from router.placement.placement_ranks import BANDWIDTH, LOCAL, NO_SLACK, REMOTE, WEIGHTS, choose
-from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate, Source
+from services.router.placement.candidates import (
+    DecodeCandidate,
+    PlacementRequest,
+    PrefillCandidate,
+    SourceCandidate,
+)
 from services.values.errors import NoCapacity, Unavailable
 from services.values.rank import Generation, Plan, RankId, RankKey
 
@@ -137,7 +142,7 @@ queues = st.sampled_from([0, 1, 1, 2, 30])
 RECEIVES = st.sampled_from([True, True, True, False])
 POOLS = st.sampled_from([inf, inf, 5_000, 8_000, 20_000])
 SOURCES = [
-    Source(RankId("source", running, Generation(1)), tokens, 0, running, pull_s)
+    SourceCandidate(RankId("source", running, Generation(1)), tokens, 0, running, pull_s)
     for tokens, running, pull_s in product((640, 2_000, 4_000), (0, 8), (0.005, 0.1))
 ]
 SOURCES_OF_A_RANK = st.sampled_from([(), *((each,) for each in SOURCES), *pairwise(SOURCES)])

@@ -18,7 +18,7 @@ from router.placement.known_cluster import (
 )
 from router.placement.placement_ranks import decode
 from services.router.placement.rank_snapshot import RankSnapshot
-from services.router.placement.sources import Sources
+from services.router.placement.sources import PullSources
 from services.values.kv import PageBooks
 from services.values.rank import Plan, Role
 from services.values.rank_reports import LENDS, PULLS
@@ -86,7 +86,7 @@ def test_the_sources_of_a_rank_are_the_two_that_hold_the_most(
             router.balance.trust.observe(rank.id.key, 20_000, 0, router.now)
         if not is_well:
             router.balance.failed(rank.id.key)
-    sources = Sources(router.index, router.balance, BLOCK, lambda rank: True)
+    sources = PullSources(router.index, router.balance, BLOCK, lambda rank: True)
     sources.set_ranks([*ranks, idle])
     asked = replace(router.asked(), prompt_tokens=prompt_tokens)
     snapshot = RankSnapshot(asked, router.balance, router.index, lambda rank: True, {})
@@ -206,7 +206,7 @@ def test_of_equal_sources_the_least_busy_come_first():
     for rank, running in zip(ranks, (3, 2, 0, 1, 9), strict=True):
         router.holds(rank, 20)
         router.waits(rank, 0, running=running)
-    sources = Sources(router.index, router.balance, BLOCK, lambda rank: rank.rank != 2)
+    sources = PullSources(router.index, router.balance, BLOCK, lambda rank: rank.rank != 2)
     sources.set_ranks(ranks)
     snapshot = RankSnapshot(router.asked(), router.balance, router.index, lambda rank: True, {})
     found = sources.holders(snapshot)

@@ -14,7 +14,7 @@ from services.engine.paged.tiering import TierCounts, Tiering
 from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.keys import layout_id
+from services.kv.tiers.tier_keys import layout_id
 from services.observe.log_lines import event
 from services.tier.copies import Clock, LoadEnd, Staging
 from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory

@@ -11,9 +11,9 @@ from services.engine.fake import continuation
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiering import FillHooks, Tiering
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.keys import keys_of, layout_id, scope
+from services.kv.tiers.tier_keys import keys_of, layout_id, scope
 from services.tier import slab as slabs
-from services.tier.copies import Load, Staging, Store
+from services.tier.copies import LoadCopy, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
 from services.values.rank_reports import RankLoad
 
@@ -30,7 +30,7 @@ class ByHand:
 
     @property
     def num_writes(self):
-        return sum(not isinstance(copy, Load) for copy in self.waiting)
+        return sum(not isinstance(copy, LoadCopy) for copy in self.waiting)
 
     def submit(self, copy):
         takes = self.takes and len(self.waiting) < self.most
@@ -168,7 +168,7 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     seq = rank.submit(prompt)
     rank.step()
     assert seq.phase is Phase.FILLING
-    (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, Load)]
+    (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy)]
     stored = rank.tiers.books.find(rank.tiers._wanted(seq))
     fast = [block.place.tier for block in stored].index(1)
     assert len(load.pieces) == fast > 0 and len(stored) > fast
@@ -257,11 +257,11 @@ def test_who_shares_a_prefix_waits_for_its_read_and_goes_on_from_there():
     short, rest = rank.submit([*long[:33], 9]), rank.submit([*long, 9])
     rank.step()
     assert (short.phase, rest.phase) == (Phase.FILLING, Phase.FILLING)
-    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, Load)] == [4]
-    rank.thread.run(Load)
+    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, LoadCopy)] == [4]
+    rank.thread.run(LoadCopy)
     rank.step()
     assert short.phase is not Phase.FILLING
-    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, Load)] == [4]
+    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, LoadCopy)] == [4]
     while len(rank.finished) < 8:
         rank.turn()
     for seq in (short, rest):
@@ -283,14 +283,14 @@ def test_a_read_that_comes_to_nothing_costs_time_alone(ends):
         rank.thread.takes = True
     else:
         assert seq.phase is Phase.FILLING and rank.tiers.idle_s <= 1.0
-        (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, Load)]
+        (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy)]
     if ends == "failed":
         rank.faults[rank.slot_at(load.pieces[2].place)] = OSError(5, "I/O error")
     elif ends == "cancelled":
         rank.core.cancel(seq)
         rank.core.check()
         before = rank.runner.slots.copy()
-        rank.thread.run(Load)
+        rank.thread.run(LoadCopy)
         assert (rank.runner.slots == before).all(), "pages of nobody were written"
     elif ends == "late":
         rank.now += 1.0
@@ -343,7 +343,7 @@ def _live(rng):
             case 2 if seqs:
                 rank.core.cancel(rng.choice(seqs))
             case 3:
-                rank.thread.run(Load)
+                rank.thread.run(LoadCopy)
             case 4:
                 rank.thread.run(Store)
             case 5:
