@@ -184,7 +184,7 @@ def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
     def mutated(scope_key, parent, packed_block):
         return next_key(scope_key, tier_keys.ROOT, packed_block)
 
-    patch.setattr(keys, "next_key", mutated)
+    patch.setattr(tier_keys, "next_key", mutated)
     patch.setattr(tiering, "next_key", mutated)
 
 
