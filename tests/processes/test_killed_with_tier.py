@@ -20,7 +20,7 @@ async def test_the_next_life_of_a_rank_reads_what_the_last_one_stored(where, tmp
     async with ProcessCluster(
         tmp_path / "data",
         model_dir,
-        kv_pages=64,
+        kv_pages=56,
         rank_flags=flags,
         router_flags=("--plans=local",),
         decode_workers=1,

@@ -124,7 +124,8 @@ class Tiering:
         self._copied: dict[PageId, Store] = {}  # They wait to be copied, or may have been.
         self._num_moves = 0
         self._look_at_s = 0.0
-        self._looked_at: PageBooks | None = None
+        self._looked_at: tuple[PageBooks, int] | None = None
+        self._num_lent = 0  # Books may be the same after all pages have changed hands.
         self._looks_again = False  # It had too many copies waiting; the end of one is news.
         self._hooks: FillHooks | None = None
         self.is_lost = False  # Its thread hangs. What waits for a read is cut when its time is over.
@@ -311,6 +312,7 @@ class Tiering:
 
     def lent(self, pages: Sequence[PageId]) -> None:
         """Copy none of these pages any more: they are about to be written anew."""
+        self._num_lent += len(pages)
         if not self._copied:
             return
         for page in pages:
@@ -323,13 +325,15 @@ class Tiering:
         """Return whether free pages run short, and something has changed since it looked for what to
         store."""
         books = self._cache.books()
-        return books.free < self._room_pages and books != self._looked_at and not self.is_lost
+        return (
+            books.free < self._room_pages and (books, self._num_lent) != self._looked_at and not self.is_lost
+        )
 
     def _store_what_goes_next(self, now_s: float) -> None:
         if now_s < self._look_at_s or not self._may_store:
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
-        self._looked_at = self._cache.books()
+        self._looked_at = self._cache.books(), self._num_lent
         if self.thread.num_writes >= _MOST_WAITING:
             self._looks_again = True
             return

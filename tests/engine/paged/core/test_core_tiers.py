@@ -193,6 +193,21 @@ def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():
     assert rank.tiers.counts.tokens_down == written, "it writes the same again and again"
 
 
+def test_a_pool_that_changed_hands_between_two_looks_is_stored_though_its_books_are_the_same():
+    rank = TieredRank(num_pages=16)
+    rank.generate(prompt_of(1, 60), 1)
+    rank.turn()
+    stored, rank.tiers._look_at_s = rank.tiers.counts.tokens_down, rank.now + 100.0
+    seq = rank.submit(prompt_of(2, 60), 1)  # It ends before the next look is due.
+    while seq not in rank.finished:
+        rank.step()
+    assert stored == 56 and rank.tiers.idle_s is not None
+    rank.now += 101.0
+    rank.turn()
+    rank.turn()
+    assert rank.tiers.counts.tokens_down == 2 * stored
+
+
 def test_a_rank_with_room_for_all_stores_nothing():
     rank = TieredRank(num_pages=64)
     for prompt in (prompt_of(1, 40), prompt_of(2, 40)):
