@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 Successors = Callable[[], Awaitable[list[Registration]]]
 
-# A successor that is busy is asked again after this.
-_BUSY_S = 0.05
+# A successor that is busy is asked again after this, and after twice as long each time that it still is.
+_BUSY_S, _LONGEST_BUSY_S = 0.05, 1.0
 _ANSWER_S = 1.0
 
 
@@ -220,6 +220,7 @@ class _Round:
         self._deadline_s = deadline_s
         self._stack = stack
         self._channels: dict[RankAddress, grpc.aio.Channel] = {}
+        self._busy_s: dict[RankAddress, float] = {}  # The next wait of a successor that was busy.
         self._plan = HandOver(prefixes, [rank.address for rank in ranks])
 
     async def run(self) -> None:
@@ -254,10 +255,13 @@ class _Round:
             self._plan.failed(prefix, is_out=True)
             return
         if taken.refused == "":
+            self._busy_s.pop(successor, None)
             self._plan.taken(prefix, taken.held_tokens, taken.room_tokens)
             self._leaving.note_taken(prefix, taken)
         elif taken.refused == "busy":
-            await asyncio.sleep(_BUSY_S)
+            wait_s = self._busy_s.get(successor, _BUSY_S)
+            self._busy_s[successor] = min(2 * wait_s, _LONGEST_BUSY_S)
+            await asyncio.sleep(wait_s)
             self._plan.busy(prefix)
         elif taken.refused == "no_room":
             self._plan.no_room(prefix)
