@@ -34,7 +34,7 @@ settings.load_profile("isthmus")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """What is imported stays: each look through it for garbage would take a third of a second."""
+    """Imported modules stay: each collection that looks through them would take a third of a second."""
     gc.disable()
     try:
         return (yield)

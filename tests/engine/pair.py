@@ -138,7 +138,7 @@ class Pair:
         self.peers.append(RankAddress(own_id, f"127.0.0.1:{server.port}"))
 
     async def _serve_handshake(self, own_id, engine) -> RankAddress:
-        """Of a decode rank, which serves nothing else here; nothing is there where it lends nothing."""
+        """A decode rank serves nothing else here, and nothing at all where it lends nothing."""
         servicer = engine.handshake()
         if servicer is None:
             return RankAddress(own_id, "")

@@ -58,7 +58,7 @@ class Ranks(Pair):
 
 
 async def test_what_a_source_holds_is_not_computed_again(subtests):
-    """By whom ever it is asked; what its answers were is among it, to the page."""
+    """The rank holds this for whoever asks; its own answers are part of it, to the page."""
     for plan in Plan:
         with subtests.test(plan=plan):
             async with Ranks() as ranks:

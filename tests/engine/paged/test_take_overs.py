@@ -16,7 +16,7 @@ __all__ = ["patient"]
 
 class Pairs(Ranks):
     async def offers(self, within_s=20.0):
-        """What the first decode rank has to hand over."""
+        """These are the prefixes that the first decode rank has to hand over."""
         leaver = self.decode.hands_over
         listed = await leaver.idle_prefixes()
         return [

@@ -1,4 +1,4 @@
-"""What a core grants to others, and what it asks of a source; in whatever order: test_core_stateful.py."""
+"""A core grants pages to others, and asks a source for some; test_core_stateful.py does it in any order."""
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import fake_state

@@ -253,7 +253,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.pulls.grant_ended(room)
 
     def _check_granted(self, room):
-        """What was granted is there, and is what the tokens compute to."""
+        """The pages that were granted are there, and hold what the tokens compute to."""
         granted, ids = self.granted[room]
         model = FakeModel(ids[: granted.end], self.rank.groups)
         stored = self.rank.runner.slots[list(granted.pages)].reshape(-1).tolist()
