@@ -7,6 +7,7 @@ from services.cli.drain import DrainConfig, ListedRank, ranks_named, roles_witho
 from services.settings.flags import load
 from services.values.errors import NotFound
 from services.values.rank import Generation, RankAddress, RankId, Role
+from services.wire.isthmus.v1 import rank_pb2
 
 
 def listed(role, worker, rank, draining=False, model="m", endpoint="127.0.0.1:1"):
@@ -30,12 +31,12 @@ async def test_a_rank_is_asked(subtests, capsys, monkeypatch):
     ):
         asked, running = [], iter([2, 2, 1, 0])
 
-        async def ask(channel, rank, wait_s, only_wait):
+        async def ask(channel, rank, config, wait_s, only_wait):
             asked.append(only_wait)
-            return next(running)
+            return rank_pb2.DrainResponse(running=next(running))
 
         patch.setattr(drain, "_ask_to_drain", ask)
-        assert await drain._drain(None, D00, 100.0)
+        assert await drain._drain(None, D00, DrainConfig(targets=("d0",), timeout_s=100.0))
         assert asked == [False, True, True, True]
         assert capsys.readouterr().out.splitlines() == [
             "d0/0: draining, 2 running",
