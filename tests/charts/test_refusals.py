@@ -28,6 +28,8 @@ VALUES = {
     "speculate-unsalted": True,
     "draft-model": "/model/draft",
     "kv-dtype": "fp8_e4m3",
+    "kv-tier": ["memory:1GiB"],
+    "pull": "off",
 }
 
 
@@ -284,7 +286,7 @@ def test_a_member_whose_claim_was_deleted_may_be_replaced(chart_copy):
 
 
 def test_each_role_has_flags_of_its_own():
-    assert set(of_role("decode")) >= {"decode-cache", "itl-target-ms", "kv-digest-share"}
+    assert set(of_role("decode")) >= {"decode-cache", "itl-target-ms", "speculation"}
     assert of_role("prefill") == ["prefill-cache", "expect-kv-path"]
     own = {role: {"flags": {flag: a_value(flag) for flag in of_role(role)}} for role in ("decode", "prefill")}
     objects = render(merged(LEAST, own))
@@ -319,6 +321,7 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
         "etcd-user",
         "etcd-password-file",
         "rank-index",
+        "kv-tier-fd",
         "chunk-size",
         "api-key-file",
     }

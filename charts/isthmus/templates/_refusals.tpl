@@ -12,7 +12,7 @@
 {{- fail (printf "model.path %s must lie in model.mountPath %s" $model.path $model.mountPath) -}}
 {{- end -}}
 {{- $drafting := list "speculation" "draft-tokens" "speculate-unsalted" -}}
-{{- $ofDecode := concat (list "decode-cache" "itl-target-ms" "write-lease-s" "fence-margin-s" "kv-digest-share") $drafting -}}
+{{- $ofDecode := concat (list "decode-cache" "itl-target-ms") $drafting -}}
 {{- $ofRole := dict "prefill" (list "prefill-cache" "expect-kv-path") "decode" $ofDecode -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $worker := index $.Values $role -}}
@@ -44,7 +44,7 @@
 {{- fail "router.flags.plans has local, and engine sglang's decode computes no prompts: [remote]" -}}
 {{- end -}}
 {{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
-{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights") $drafting -}}
+{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "kv-tier" "pull" "hand-over-s") $drafting -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
