@@ -19,7 +19,7 @@ import random
 import secrets
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -476,8 +476,9 @@ async def _join(
 
     async def leave() -> None:
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise root_cause(error)
 
     stack.push_async_callback(leave)
     return membership

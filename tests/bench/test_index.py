@@ -30,12 +30,12 @@ class Rank:
 
     def tell_snapshot(self):
         self.index.take_snapshot(RANK, self.ledger.take_snapshot().stored)
-        self.ledger.told()
+        self.ledger.reported()
 
     def tell_delta(self):
         delta = self.ledger.take_delta(1 << 16)
         assert self.index.apply_delta(RANK, delta.stored, delta.removed)
-        self.ledger.told()
+        self.ledger.reported()
 
 
 def test_staleness(subtests):
@@ -53,7 +53,7 @@ def test_staleness(subtests):
         rank = Rank()
         rank.now_s += 0.5
         rank.ledger.take_delta(1 << 16)
-        rank.ledger.forget_told()
+        rank.ledger.forget_reported()
         rank.now_s += 0.25
         assert rank.ledger.age_s(rank.now_s) == pytest.approx(0.75)
         rank.tell_snapshot()

@@ -34,7 +34,9 @@ WATCHDOGS = {
     "tier_without_digest": (f"{TIERS}::test_a_slot_that_came_changed_is_computed_instead",),
     "tier_wrong_parent": (f"{TIERS}::test_a_block_is_another_one_behind_another_prefix",),
     "demote_after_eviction": (f"{TIERS}::test_a_page_that_was_evicted_is_copied_no_more",),
-    "closure_off": ("tests/kv/tiers/test_books.py::TestBooks::runTest",),
+    "closure_off": (
+        "tests/kv/tiers/test_books.py::test_a_bad_block_takes_its_descendants_along_once_nobody_reads_them",
+    ),
     "take_over_evicts_younger": (
         "tests/kv/test_hand_over.py::test_what_comes_displaces_nothing_that_was_used_since",
         "tests/engine/paged/test_take_overs.py::test_nothing_younger_goes_for_it",

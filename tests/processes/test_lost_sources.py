@@ -93,7 +93,7 @@ async def test_a_source_that_is_lost_costs_time_only(tmp_path, model_dir):
         # One that drains lends all the same.
         async with channels.open_channel(source.endpoint) as channel:
             stub, life = rank_pb2_grpc.RankStub(channel), source.id.generation
-            await stub.Drain(rank_pb2.DrainRequest(generation=life, wait_s=5))
+            await stub.Drain(rank_pb2.DrainRequest(generation=life, wait_s=5, hand_over_s=0))
             pulled = (await ranks[PULLER].ask("drained", prompts[0], source)).pulled
             assert pulled.tokens == 400 and not pulled.refused
             await stub.Undrain(rank_pb2.UndrainRequest(generation=life))

@@ -48,7 +48,7 @@ def seconds_of(span):
 def check_stages(finish, client_s, spans, computed_tokens):
     router, decode, prefill = (spans[name] for name in _SERVICES)
     stages = {name: value for name, value in router.items() if name.startswith("stage.")}
-    assert len(stages) == 9 and all(value >= 0 for value in stages.values())
+    assert len(stages) == 10 and all(value >= 0 for value in stages.values())
     # What somebody waited beside what others say that they took is a stage too, and never less than nothing:
     # the sum is more than the whole where somebody says that it took longer than whoever asked it waited.
     assert abs(sum(stages.values()) - router["first_token_s"]) <= _ROUNDING_S
