@@ -27,7 +27,7 @@ import sglang.srt.utils.hf_transformers_utils as hf
 from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache import allocation_sizing
-from services.engine.sglang.inside import manager as ours
+from services.engine.sglang.inside import kv_classes as ours
 from services.engine.sglang.inside.process_memory import Posted
 
 def alias(name, draft):
