@@ -223,7 +223,7 @@ async def test_what_is_told_of_a_prompts_tokens_is_the_oracles(engine, plan):
 
 
 async def test_what_another_rank_holds_is_pulled_and_the_tokens_are_the_oracles(engine, plan, monkeypatch):
-    """By the rank that computes; what prefill has pulled from decode, another prefill rank pulls from it."""
+    """Each rank that computes pulls; what prefill pulled from decode, another prefill rank pulls from it."""
     if isinstance(engine, Sglang):
         assert not (engine.running.decode.lends or engine.running.prefill.pulls)
         pytest.skip("SGLang's ranks neither lend nor pull")
@@ -284,7 +284,7 @@ async def test_without_a_cache_nothing_is_reused(engine, plan):
 
 
 async def test_a_tier_changes_no_token(engine, plan):
-    """Of a pool that holds a prompt or two, so that most of what is reused has been below it."""
+    """The pool holds a prompt or two, so that most of what is reused has been below it."""
     if isinstance(engine, Sglang):
         pytest.skip("SGLang's pool has no tier of ours")
     pages = 160 // engine.settings.page_size

@@ -1,4 +1,4 @@
-"""What a rank that leaves hands over, in which order and to whom; and that nothing younger goes for it."""
+"""A rank that leaves hands prefixes over in an order, to some; nothing younger goes for them."""
 
 from collections import Counter
 

@@ -158,7 +158,7 @@ def pull_failed_without_quarantine(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_before_landed(patch: pytest.MonkeyPatch) -> None:
-    """What a source is to write counts from its grant on."""
+    """The tokens that a source is to write count from its grant on."""
     from services.kv import handshake
     from services.kv.handshake import PullEffect, PullEvent, PullState
 
@@ -209,7 +209,7 @@ def closure_off(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_over_evicts_younger(patch: pytest.MonkeyPatch) -> None:
-    """What is taken over from a rank that leaves displaces what was used since, as what is used now does."""
+    """A prefix taken over from a rank that leaves displaces what was used since, as one used now does."""
     from services.kv.prefix_cache import PrefixCache
 
     def mutated(cache, pages, num_pages, *, protected):

@@ -337,7 +337,7 @@ def test_a_grant_takes_nothing_that_a_sequence_may_need():
 
 
 def test_one_who_goes_on_from_a_granted_point_has_a_slot_of_its_own():
-    """That point's slot is read elsewhere: nobody may write it."""
+    """Another rank reads the slot of that checkpoint, so nobody may write it."""
     books = Books(STATE, units=(3,))
     node = books.keep([1, 2])
     granted = books.cache.grant(node, 2)
