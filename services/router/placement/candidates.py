@@ -1,13 +1,14 @@
-"""These values say what a request asks for, how it sees ranks, and how long it would wait there. Pure.
+"""These values describe a request and the ranks as it sees them, and tell how long it would wait there. Pure.
 
-It waits for room at the decode rank, and behind the prompts that are computed before its own:
+A request waits for free pages at the decode rank (`room`), and for the prompts that are computed before its
+own:
 
-    remote   room(D) + compute(P)        it comes to the prefill rank with its pages in hand
-    local    max(room(D), compute(D))    those that wait for room there are among those that will be computed
+    remote   room(D) + compute(P)        it reaches the prefill rank when its pages at D are allocated
+    local    max(room(D), compute(D))    the prompts that wait for pages at D are counted in compute(D) too
 
-A cluster that takes in more than it serves makes everybody wait until deadlines end them, and then has worked
-for nobody. So admission control refuses at the door who would wait too long, with the time after which it may
-come again.
+If a cluster accepts more than it can serve, all requests wait until their deadlines end them, and the work is
+lost. So admission control refuses a request that would wait too long, and says after which time the client
+may try again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +21,14 @@ from services.values.errors import NoCapacity
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankId, RankKey
 
-# A request may wait for so much of its time. The rest is for its prompt, its answer and wrong predictions.
+# A request may wait for this share of its time. The rest is for its prompt, its answer and wrong predictions.
 _WAIT_SHARE = 0.5
 _SOONEST_S = 1.0
-_LOOKED_AT = 64  # of a role, when what is wanted is any rank in time
+_LOOKED_AT = 64  # So many ranks of a role are checked when any rank that is in time will do.
 
 
 class Computing(Protocol):
-    """A rank that computes prompts, as the next one sees it."""
+    """This is a rank that computes prompts, as the next prompt sees it."""
 
     @property
     def compute_wait_s(self) -> float:
@@ -35,40 +36,44 @@ class Computing(Protocol):
 
 
 class Receiving(Computing, Protocol):
-    """A decode rank."""
+    """This is a decode rank, as the next request sees it."""
 
     @property
     def queue_wait_s(self) -> float:
-        """Return the seconds until it has room."""
+        """Return the seconds until it has pages for the request."""
 
     @property
     def receives(self) -> bool:
-        """The prefill ranks' KV."""
+        """Return whether it can receive the KV of the prefill ranks."""
 
 
 class Waits(NamedTuple):
-    """These are a request's waits for its turn, in seconds; infinite where the plan cannot be."""
+    """These are the waits of a request for its turn, in seconds. A wait is infinite where the plan is not
+    possible."""
 
-    is_local: bool  # This says whether plan local can be,
-    is_remote: bool  # and this whether plan remote can.
+    is_local: bool  # whether plan local may be chosen
+    is_remote: bool  # whether plan remote may be chosen
 
     def local_s(self, decode: Receiving) -> float:
         return max(decode.queue_wait_s, decode.compute_wait_s) if self.is_local else inf
 
     def remote_s(self, decode: Receiving, compute_s: float) -> float:
-        """Return the wait with a prefill rank that computes the prompt in `compute_s`."""
         return decode.queue_wait_s + compute_s if self.is_remote and decode.receives else inf
 
     def shortest_s(self, decode: Receiving, compute_s: float) -> float:
-        """Return the shortest wait at this decode rank; `compute_s` is as above, of the prefill rank that is
-        soonest."""
+        """Return the shorter wait of the two plans at this decode rank; `compute_s` is that of the best
+        prefill rank."""
         return min(self.local_s(decode), self.remote_s(decode, compute_s))
 
     def about_s(self, decodes: Iterable[Receiving], prefills: Iterable[Computing], enough_s: float) -> float:
-        """Return the wait at the best of the ranks, told by looking at few; it is infinite where there is
-        nowhere to go. It is 0 as soon as a rank is found, or each of a pair, with a wait of `enough_s` or
-        less. Many ranks come in the order of load: if the first ones do not compute in time, neither do the
-        others, unless they lack room. When a decode rank has room is in no order."""
+        """Return the shortest wait at any of the ranks, estimated from a few of them, or infinity where none
+        can serve.
+
+        It returns 0 as soon as it finds a rank, or a pair of ranks, with a wait of `enough_s` or less. Where
+        there are many ranks they come in the order of load, so if the first ones compute too late, the others
+        do too. That order says nothing about the free pages of a decode rank: ranks without them do not count
+        among the few.
+        """
         compute_s = self._soonest_s(prefills, enough_s)
         shortest_s, looked_at = inf, 0
         for decode in decodes:
@@ -96,7 +101,6 @@ class Waits(NamedTuple):
 
 @cache
 def waits_of(plans: frozenset[Plan]) -> Waits:
-    """Return the waits by the plans that may be chosen."""
     return Waits(Plan.LOCAL in plans, Plan.REMOTE in plans)
 
 
@@ -106,8 +110,10 @@ def allowed_wait_s(max_wait_s: float, remaining_s: float) -> float:
 
 
 def bound_s(max_wait_s: float, decodes: Iterable[Receiving], prefills: Iterable[Computing]) -> float:
-    """`max_wait_s`, or infinite where no rank or pair of these makes one wait longer, as mostly none does:
-    then nobody need look at each."""
+    """Return `max_wait_s`, or infinity where no pair of these ranks makes a request wait longer.
+
+    The latter is the usual case, and spares the caller the check of each rank.
+    """
     if max_wait_s == inf:
         return inf
     there_s = max((decode.queue_wait_s + decode.compute_wait_s for decode in decodes), default=0.0)
@@ -116,7 +122,6 @@ def bound_s(max_wait_s: float, decodes: Iterable[Receiving], prefills: Iterable[
 
 
 def refusal(wait_s: float, allowed_s: float) -> NoCapacity:
-    """Return what to tell a request that would wait `wait_s`, longer than it may."""
     retry_after_s = max(_SOONEST_S, wait_s - allowed_s)
     return NoCapacity(
         f"the cluster is full: the request would wait {wait_s:.1f} s for its turn, {allowed_s:.1f} s at most "
@@ -127,33 +132,35 @@ def refusal(wait_s: float, allowed_s: float) -> NoCapacity:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt to be placed."""
+    """This is a prompt to be placed, with the limits on the choice of its ranks."""
 
     hashes: Sequence[BlockHash]  # of its full index blocks
     prompt_tokens: int
     plans: frozenset[Plan]
     pinned: RankKey | None = None  # the conversation's decode rank
-    tried: frozenset[RankId] = frozenset()  # lives that failed it
-    max_wait_s: float = inf  # for its turn
-    most_tokens: int | None = None  # prompt and output together; None: nobody says
-    must_hold: int = 0  # tokens of it, for a decode rank to be chosen
+    tried: frozenset[RankId] = frozenset()  # the lives of ranks at which it failed
+    max_wait_s: float = inf  # the longest wait for its turn
+    most_tokens: int | None = None  # the limit of prompt and output together; None: there is no limit
+    must_hold: int = 0  # the tokens of one request that a decode rank must be able to hold
     at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
-    answers: int = 1  # that will be asked for there
-    reusable_tokens: float = inf  # of it, that who computes it may take from a cache
+    answers: int = 1  # the number of answers that will be requested there
+    reusable_tokens: float = inf  # the tokens of the prompt that may come from a cache
 
     @property
     def most_reused(self) -> int:
-        """Return the tokens that may be reused: never the last one, whose logits choose the next."""
+        """Return the tokens that may be reused. The last one is always computed, since its logits choose the
+        next token."""
         return int(min(self.prompt_tokens - 1, self.reusable_tokens))
 
 
 class SourceCandidate(NamedTuple):
-    """A rank that holds more of the prompt than a candidate that would compute it, which may pull that."""
+    """This rank holds more of the prompt than the candidate that would compute it, and the candidate may pull
+    that."""
 
     id: RankId
-    tokens: int  # up to where that one could go on, at the source's trust
-    matched_tokens: int  # the index's word on it
-    running: int  # sequences, whose tokens come later while it writes
+    tokens: int  # the candidate could go on after these, as far as the index is trusted about the source
+    matched_tokens: int  # the same by the index alone
+    running: int  # the sequences whose tokens come later while the source writes
     pull_s: float
 
 
@@ -161,25 +168,25 @@ class DecodeCandidate(NamedTuple):
     """This is a decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # what a predicted decode_prefix_len under plan remote is worth
+    hit_tokens: int  # the expected decode_prefix_len under plan remote
     pending_tokens: int  # queued or being computed there
     prefill_tokens_per_s: float
-    running: int  # sequences
-    token_s: float  # between two tokens of a sequence
-    free_tokens: int  # room in free pages
-    evictable_tokens: int  # cached, unlocked
+    running: int  # the number of running sequences
+    token_s: float  # the seconds between two tokens of a sequence
+    free_tokens: int  # the tokens that fit in free pages
+    evictable_tokens: int  # the tokens in cached pages that nobody locks
     excluded: str = ""  # why it cannot be chosen (draining, failed, ...); empty: it can
-    queued: int = 0  # requests whose prompts wait to be computed there
-    matched_tokens: int = 0  # what the index says, before trust and predictions
-    waiting_tokens: int = 0  # of requests that wait for pages before this one
-    own: bool = True  # of this router's share; see rank_order.py
-    queue_wait_s: float = 0.0  # until it has room for the next request
-    compute_wait_s: float = 0.0  # until it computes the next prompt; 0 where its rate is not known
-    holds_tokens: float = inf  # of one request, prompt and output together
-    receives: bool = True  # the prefill ranks' KV; who does not can be chosen under plan local alone
-    resume_tokens: int | None = None  # of the hit, from where it goes on computing; None: the hit's end
-    matched_resume_tokens: int | None = None  # likewise, of what the index says
-    tokens_per_step: float = 0.0  # that a sequence gets; 0: not known
+    queued: int = 0  # the number of requests whose prompts wait to be computed there
+    matched_tokens: int = 0  # the hit by the index alone, before trust and predictions
+    waiting_tokens: int = 0  # the tokens of requests that wait for pages before this one
+    own: bool = True  # whether it is of this router's share; see rank_order.py
+    queue_wait_s: float = 0.0  # the time until it has pages for the next request
+    compute_wait_s: float = 0.0  # the time until it computes the next prompt; 0 where its rate is not known
+    holds_tokens: float = inf  # the most tokens of one request, prompt and output together
+    receives: bool = True  # whether it can receive the prefill ranks' KV; if not, only plan local is possible
+    resume_tokens: int | None = None  # the last checkpoint in the hit; None: it can go on at the hit's end
+    matched_resume_tokens: int | None = None  # the same by the index alone
+    tokens_per_step: float = 0.0  # the tokens that a sequence gets in a step; 0: not known
     sources: tuple[SourceCandidate, ...] = ()  # for plan local
 
     @property
@@ -189,7 +196,7 @@ class DecodeCandidate(NamedTuple):
 
     @property
     def indexed_reused_tokens(self) -> int:
-        """Return them as the index has them."""
+        """Return the same count by the index alone."""
         return self.matched_tokens if self.matched_resume_tokens is None else self.matched_resume_tokens
 
     @property
@@ -198,7 +205,6 @@ class DecodeCandidate(NamedTuple):
 
     @property
     def has_room(self) -> bool:
-        """Return whether nobody waits for pages there."""
         return self.waiting_tokens <= self.free_tokens + self.evictable_tokens
 
 
@@ -206,7 +212,7 @@ class PrefillCandidate(NamedTuple):
     """This is a prefill rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
     id: RankId
-    hit_tokens: int  # what is held of the prompt is worth
+    hit_tokens: int  # the tokens of the prompt that it is expected to hold
     pending_tokens: int
     prefill_tokens_per_s: float
     free_tokens: int = 0
@@ -216,19 +222,17 @@ class PrefillCandidate(NamedTuple):
     matched_tokens: int = 0
     own: bool = True
     compute_wait_s: float = 0.0
-    holds_tokens: float = inf  # of one prompt
-    resume_tokens: int | None = None  # a predicted prefill_prefix_len; None: the hit
+    holds_tokens: float = inf  # the most tokens of one prompt
+    resume_tokens: int | None = None  # the expected prefill_prefix_len; None: the hit
     matched_resume_tokens: int | None = None
     sources: tuple[SourceCandidate, ...] = ()
 
     @property
     def reused_tokens(self) -> int:
-        """Return the tokens that it need not compute."""
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
 
     @property
     def indexed_reused_tokens(self) -> int:
-        """Return them as the index has them."""
         return self.matched_tokens if self.matched_resume_tokens is None else self.matched_resume_tokens
 
     @property
@@ -243,13 +247,13 @@ Candidate = DecodeCandidate | PrefillCandidate
 class PlacementRequest:
     prompt_tokens: int
     kv_bytes_per_token: float
-    chunk_tokens: int  # prefill computes, and sends, so many tokens at a time
+    chunk_tokens: int  # prefill computes and sends so many tokens at a time
     pinned: RankKey | None = None  # the conversation's decode rank
     plans: frozenset[Plan] = frozenset(Plan)
-    max_wait_s: float = inf  # for its turn
-    most_tokens: int | None = None  # prompt and output together; None: nobody says, or no rank holds so many
-    longest_tokens: float = 0  # that the roomiest decode rank holds of one request
-    carried_bytes: float = 0.0  # tails and states at its end, that cross whatever decode holds
+    max_wait_s: float = inf  # the longest wait for its turn
+    most_tokens: int | None = None  # prompt and output together; None: no limit, or more than any rank holds
+    longest_tokens: float = 0  # the most tokens of one request that any decode rank holds
+    carried_bytes: float = 0.0  # the per-request state at its end; always sent, whatever decode holds
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

@@ -1,16 +1,17 @@
 """A decision chooses a decode rank, a prefill rank and a plan by price. Pure.
 
-Not every pair is priced, but those of the shortlists of both sides, made by two parts of the price. Under one
-bandwidth the price of a pair is
+Only the pairs of two shortlists are priced, one of each role. The shortlists use two parts of the price.
+Under one bandwidth the price of a pair is
 
     T = fixed(P) + max(overlapped(P), overlapped(D)) + fixed(D)
 
-with P's computation and D's transfer overlapped. So a rank can be left out when another one is no worse in
-`fixed` and in `fixed + overlapped`: the best pair lies in what remains on both sides, a handful of ranks.
-Where the waits of a pair are bounded together, it must be no worse in that too.
+where P's computation and D's transfer overlap. So a rank can be left out when another one is no worse in both
+`fixed` and `fixed + overlapped`. The best pair is among the few ranks that remain on both sides. Where the
+wait of a pair is bounded, the other rank must also be no worse in its wait.
 
-Under several bandwidths the shortlists are made with a typical one and a few spare ranks a side, and the
-pairs in them are priced with their own: the best of these, not always of all.
+Under several bandwidths the shortlists are made with a typical one and a few spare ranks of each role, and
+their pairs are priced with their own bandwidths. Then the choice is the best of these pairs, but not always
+of all.
 """
 
 from collections import Counter
@@ -43,7 +44,7 @@ from services.values.rank import Plan
 
 _T = TypeVar("_T")
 
-_MAX_SHORTLIST = 32  # a side; the exact shortlist is shorter but for contrived fleets
+_MAX_SHORTLIST = 32  # of each role; only contrived fleets have a longer exact shortlist
 
 
 def best_few(
@@ -55,7 +56,7 @@ def best_few(
     tie: float,
     spare_ranks: int,
 ) -> list[int]:
-    """The shortlist of all, and that of this router's share where it has not all."""
+    """Return the shortlist of all ranks, extended by the shortlist of this router's share."""
     chosen = shortlist(fixed_s, overlapped_s, waits_s, crowds, tie, spare_ranks)
     own = [index for index, rank in enumerate(ranks) if rank.own]
     if not own or len(own) == len(ranks):
@@ -73,10 +74,11 @@ def shortlist(
     tie: float,
     spare_ranks: int,
 ) -> list[int]:
-    """Indices of every rank that some other side can make the best, and of the cheapest few.
+    """Return the indices of every rank that can be part of the best pair, and of the `spare_ranks` cheapest
+    ones.
 
-    Of ranks that cost the same, the least crowded come first. One at which the wait is the shortest is among
-    them.
+    Of ranks that cost the same, the least crowded come first. A rank with the shortest wait is always
+    included.
     """
     if len(fixed_s) == 1:
         return [0]
@@ -84,7 +86,7 @@ def shortlist(
     keys = [(fixed + overlapped, fixed, wait) for fixed, overlapped, wait in columns]
     lowest = min(fixed_s), min(waits_s)
     chosen: list[int] = []
-    front: list[tuple[float, float]] = []  # `fixed` and wait of those of use; the walk is in ascending price
+    front: list[tuple[float, float]] = []  # `fixed` and wait of the useful ones, in ascending price
     for group in _equal(keys):
         _, fixed, wait = keys[group[0]]
         is_of_use = all(fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front)
@@ -99,7 +101,6 @@ def shortlist(
 
 
 def _equal(keys: Sequence[tuple[float, float, float]]) -> Iterator[list[int]]:
-    """The indices of equal keys together, in ascending order."""
     group: list[int] = []
     for index in sorted(range(len(keys)), key=keys.__getitem__):
         if group and keys[index] != keys[group[0]]:
@@ -114,7 +115,8 @@ def _is_long(chosen: list[int], front: list[tuple[float, float]], lowest: tuple[
 
 
 def least_crowded_first(members: list[_T], crowd: Callable[[_T], int], tie: float) -> list[_T]:
-    """The least crowded first, those as `tie` goes round their circle."""
+    """Return the members, the least crowded first; `tie` in [0, 1) rotates the order of the least crowded
+    ones."""
     if len(members) == 1:
         return members
     fewest = min(map(crowd, members))
@@ -124,30 +126,35 @@ def least_crowded_first(members: list[_T], crowd: Callable[[_T], int], tie: floa
     return [*least[first:], *least[:first], *others]
 
 
-_SPARE_RANKS = 4  # a side, at least, where there are so many
+_SPARE_RANKS = 4  # the least length of a shortlist, where there are so many ranks
 _BANDWIDTH_SAMPLES = 5
 _MAX_RANKED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`reason`: pinned or longest_prefix (the home rank, within the slack), share (a computing rank of this
-    router's share, likewise), cheapest, or tie (one of several equally cheap ones, the least crowded first).
-    The rest is kept to explain it."""
+    """This is the chosen way to serve a request, with what explains the choice.
+
+    `reason` is one of: pinned or longest_prefix (the home rank, within the slack), share (a computing rank of
+    this router's share, within the slack), cheapest, or tie (one of several equally cheap ways, the least
+    crowded first).
+    """
 
     chosen: Priced
     excluded: tuple[Candidate, ...]
     reason: str
-    longest_decode_hit: int  # tokens held, of all ranks that were looked at
-    longest_decode_reuse: int  # tokens that it would not compute, likewise
+    longest_decode_hit: int  # the most tokens of the prompt that any candidate holds
+    longest_decode_reuse: int  # the most tokens that any candidate would not have to compute
     longest_prefill_reuse: int
     _compared: "tuple[Option, ...]" = field(compare=False, repr=False)
     _pricing: "PriceList" = field(compare=False, repr=False)
 
     @property
     def ranked(self) -> tuple[Priced, ...]:
-        """The cheapest way of each promising (decode rank, plan) and prefill rank, cheapest first, `chosen`
-        among them."""
+        """Return the cheapest way of each promising (decode rank, plan) and prefill rank, the cheapest first.
+
+        The chosen way is among them.
+        """
         chosen = self.chosen
         ways = [chosen]
         shown: set[object] = {chosen.prefill and chosen.prefill.id, (chosen.decode.id, chosen.plan)}
@@ -161,7 +168,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Nowhere:
-    """This stands in the place of a decision where nothing can be chosen, and says why of each rank."""
+    """This replaces a decision where no rank can be chosen; each candidate says why."""
 
     reason: str
     candidates: tuple[Candidate, ...]
@@ -176,17 +183,20 @@ def place(
     tie: float,
     spare_ranks: int = _SPARE_RANKS,
 ) -> Decision:
-    """Decide by price where the request goes. Of equally cheap ranks those with the fewest requests come
-    first, and `tie` in [0, 1) splits those that are equal in that too.
+    """Decide by price where the request goes.
 
-    The home is the pinned rank, unless requests wait for pages there. Where none is pinned, or it cannot be
-    chosen, it is the one rank with the longest hit, if that is half of the prompt or more. It wins while its
-    price is within the slack of the best one; then the cheapest one of this router's share does. With more
-    `spare_ranks` more is compared, to be shown. Under plan remote alone who does not receive is excluded.
+    Of equally cheap ranks those with the fewest requests come first, and `tie` in [0, 1) chooses among ranks
+    that are equal in that too.
+
+    The home is the pinned rank, unless requests wait for pages there. Where no rank is pinned, or the pinned
+    one cannot be chosen, the home is the one rank with the longest hit, if that is half of the prompt or
+    more. The home wins while its price is within the slack of the best one; otherwise the cheapest rank of
+    this router's share wins within the slack. More `spare_ranks` make more options to be compared and shown.
+    Under plan remote alone the caller has excluded all decode ranks that cannot receive.
 
     Raises:
-        NoCapacity: the request would wait longer than it may at each rank that could serve.
-        Unavailable: no rank can serve; the message says why.
+        NoCapacity: the request would wait too long at each rank that could serve it.
+        Unavailable: no rank can serve it; the message says why.
     """
     if request.max_wait_s < inf:
         wait_s = shortest_wait_s(request, decodes, prefills)
@@ -225,7 +235,7 @@ def _options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    """Return the options that are worth comparing, the home's own among them; there is at least one."""
+    """Return the options that are worth comparing; at least one, and the home's own among them."""
     request, options = pricing.request, list[Option]()
     waits, max_wait_s = request.waits, request.max_wait_s
     receivers = [pricing.receiver(decode) for decode in decodes]
@@ -239,8 +249,8 @@ def _options(
         if max_wait_s < inf:
             compute_s = min(prefill.compute_wait_s for prefill in prefills)
             in_time = [each for each in in_time if waits.remote_s(each.decode, compute_s) <= max_wait_s]
-        senders = pricing.senders(prefills)
-        spare_ranks = -(-spare_ranks * len(senders) // len(prefills))  # each may be there more than once
+        senders = pricing.senders(prefills)  # A rank with sources has several entries among them.
+        spare_ranks = -(-spare_ranks * len(senders) // len(prefills))
         options += _remote_options(pricing, in_time, senders, home, tie, spare_ranks) if in_time else []
     return options
 
@@ -269,7 +279,7 @@ def _remote_options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    """Return at least one option, for each receiver has a sender with which it is in time."""
+    """Return at least one option, since each receiver has a sender with which the wait is short enough."""
     waits, max_wait_s = pricing.request.waits, pricing.request.max_wait_s
     queue_waits_s, compute_waits_s = _waits_that_matter(waits, receivers, senders, max_wait_s)
     chosen = best_few(
@@ -308,7 +318,8 @@ def _remote_options(
 def _waits_that_matter(
     waits: Waits, receivers: Sequence[Receiver], senders: Sequence[Sender], max_wait_s: float
 ) -> tuple[list[float], list[float]]:
-    """Theirs where some pair would make one wait too long; else nothing, for any of them may be paired."""
+    """Return the waits of the receivers and of the senders, or zeros where no pair of them would wait too
+    long."""
     if max_wait_s == inf:
         return [0.0] * len(receivers), [0.0] * len(senders)
     queue_waits_s = [receiver.decode.queue_wait_s for receiver in receivers]
@@ -320,7 +331,6 @@ def _waits_that_matter(
 
 
 def _with_sources(senders: Sequence[Sender], chosen: list[int]) -> list[Sender]:
-    """Return the chosen, and with each of them the same rank with its other sources."""
     few = [senders[index] for index in chosen]
     if not any(sender.source for sender in senders):
         return few
@@ -330,7 +340,6 @@ def _with_sources(senders: Sequence[Sender], chosen: list[int]) -> list[Sender]:
 
 
 def _with_home(receivers: Sequence[Receiver], chosen: list[int], home: DecodeCandidate | None) -> list[int]:
-    """The chosen, and the home if it is one of them all."""
     if home is None or any(receivers[index].decode is home for index in chosen):
         return chosen
     return chosen + [index for index, receiver in enumerate(receivers) if receiver.decode is home]
@@ -372,7 +381,7 @@ def _crowd(option: Option) -> int:
 class _Home(NamedTuple):
     decode: DecodeCandidate
     reason: str
-    held_s: float  # to compute what it holds, where the pin alone makes it the home
+    held_s: float  # the time to compute what it holds, where only the pin makes it the home; else infinity
 
 
 def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Home | None:
@@ -383,7 +392,7 @@ def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Hom
                 return _pinned(request, decode) if decode.has_room else None
     longest = max(decode.hit_tokens for decode in decodes)
     holders = [decode for decode in decodes if decode.hit_tokens == longest]
-    # Less than half is a system prompt that many share: that alone makes nobody's home.
+    # A hit of less than half may be a system prompt that many share, which is no reason to prefer a rank.
     if 2 * longest >= request.prompt_tokens and len(holders) == 1:
         return _Home(holders[0], "longest_prefix", inf)
     return None
@@ -402,7 +411,6 @@ def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence
 
 
 def _another(tie: float, prime: int) -> float:
-    """Return a number in [0, 1) that is all but independent of `tie`."""
     return tie * prime % 1.0
 
 

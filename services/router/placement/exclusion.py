@@ -1,11 +1,11 @@
-"""These functions say why a rank may not be chosen for a request. Pure.
+"""These functions tell why a rank may not be chosen for a request. Pure.
 
-    of_rank          what the rank itself tells: it failed this request, drains, is not connected, holds too
-                     little, is not live, has another KV layout
-    beside_others    what the others add: another one could hold all of it, or the request would wait too long
-                     here whichever rank it is paired with
+    of_rank          judges the rank alone: it failed this request, drains, is not connected, holds too
+                     little, is not live, or has another KV layout
+    beside_others    compares it with the others: another rank could hold the whole request, or the request
+                     would wait too long here whichever rank it is paired with
 
-An empty reason is none. Nothing else excludes a rank.
+An empty reason means that the rank may be chosen. Nothing else excludes a rank.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,17 @@ _Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
 
 
 class Standing(NamedTuple):
-    """A router knows this of a rank, of all that can exclude it."""
-
     liveness: Liveness
-    is_connected: bool  # the stream to a decode rank
-    differs_in: str = ""  # its KV layout from the one that plan remote goes by
+    is_connected: bool  # whether the stream to a decode rank is up
+    differs_in: str = ""  # in what its KV layout differs from the one that plan remote uses
 
 
 def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
-    """A lapsed lease alone is no reason: a decode rank whose stream is up is alive, and a prefill rank is
-    left alone for a while if it fails, and until it speaks if it is silent."""
+    """Return why the rank cannot be chosen, judged alone, or an empty text.
+
+    A lapsed lease alone is no reason. A decode rank whose stream is up is alive. A prefill rank that fails is
+    not chosen for a while, and one that is silent is not chosen until it reports again.
+    """
     is_decode = rank.role is Role.DECODE
     if asked.tried and rank.id in asked.tried:
         return "it failed this request"
@@ -54,7 +55,8 @@ def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
 def beside_others(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
-    """Return the same ranks, those excluded that the others rule out."""
+    """Return the same ranks, with those marked as excluded that are ruled out by comparison with the
+    others."""
     if request.max_wait_s < inf:
         decodes, prefills = _in_time(request, decodes, prefills)
     return _holding_all(request, decodes), prefills
@@ -63,7 +65,6 @@ def beside_others(
 def shortest_wait_s(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> float:
-    """Return the least wait of all ranks that may be chosen, or infinity where there is none."""
     compute_s = _soonest_s(prefills)
     waits = (request.waits.shortest_s(decode, compute_s) for decode in decodes if not decode.excluded)
     return min(waits, default=inf)
@@ -72,7 +73,7 @@ def shortest_wait_s(
 def _in_time(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
-    """Each judged beside the rank of the other role that adds least to the wait."""
+    """Judge each rank by its wait together with the best rank of the other role."""
     waits, compute_s = request.waits, _soonest_s(prefills)
     receiving = [decode for decode in decodes if decode.receives and not decode.excluded]
     roomiest = min(receiving, key=lambda decode: decode.queue_wait_s, default=None)
@@ -95,10 +96,12 @@ def _soonest_s(prefills: Sequence[PrefillCandidate]) -> float:
 
 
 def _holding_all(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> Sequence[DecodeCandidate]:
-    """A request that outgrows its rank goes on at a larger one, but its KV is computed there once more. So a
-    rank that cannot hold all that was asked for is excluded as long as another one can. Where none can, or
-    nobody has said how long the answer may be, the move is priced by how likely it is (price.py,
-    `outgrow`)."""
+    """Exclude ranks that cannot hold the whole request, as long as another one can.
+
+    A request that outgrows its rank goes on at a larger one, but its KV must be computed there again. Where
+    no rank can hold it all, or the length of the answer has no limit, the price includes that move by its
+    probability (price.py, `outgrow`).
+    """
     most = request.most_tokens
     if most is None or not any(decode.holds_tokens >= most for decode in decodes if not decode.excluded):
         return decodes

@@ -1,12 +1,13 @@
-"""A router learns from what becomes of its requests. Pure.
+"""A router learns from the outcomes of its requests. Pure.
 
 sent --> admitted (what the ranks really had) --> finished --> ended
   |          |                                       |
-  |          |                                       +--> the answer predicted where it was made
-  |          +--> speeds and trust learned, index corrected, also of a source; prompt predicted at both ranks
-  +--> prompt predicted where it will be computed
+  |          |                                       +--> the answer is predicted at its decode rank
+  |          +--> speeds and trust are learned, the index is corrected (also about a source),
+  |               and the prompt is predicted at both ranks
+  +--> the prompt is predicted at the rank that will compute it
 
-A request may also come to the end of a decode rank's pool: `length_means` says what that is for its client.
+A request may also reach the end of a decode rank's pool: `length_means` tells what that is for its client.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -22,14 +23,16 @@ from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
 from services.values.request import Admitted, FinishReason, Pulled
 
-_PREDICTION_S = 5.0  # by then the rank's own events have come
+_PREDICTION_S = 5.0  # The rank's own events come within this time.
 
 
 @dataclass(frozen=True, slots=True)
 class _Believed:
-    """The index said this of a rank when it was chosen, and had read so far in the rank's records.
+    """This is what the index said of a rank when it was chosen, and how far it had read the rank's records
+    then.
 
-    `blocks` are those that it holds; with `resuming` those up to where it goes on computing.
+    `blocks` is the number of blocks that the rank holds; with `resuming`, the blocks before its last
+    checkpoint.
     """
 
     rank: RankKey
@@ -39,8 +42,6 @@ class _Believed:
 
 
 class Outcomes:
-    """One router's requests report here what became of them."""
-
     def __init__(
         self,
         index: PrefixIndex,
@@ -48,15 +49,14 @@ class Outcomes:
         progress: Callable[[RankKey], object],
         index_block: int,
     ) -> None:
-        """`progress` is the placer's; an index block has `index_block` tokens."""
         self.cacheless: Container[RankKey] = ()  # ranks at which nothing will be cached
         self.lending: Container[RankKey] = ()  # ranks that others may pull from
-        self.telling: Container[RankKey] = ()  # ranks that tell their resume points
+        self.telling: Container[RankKey] = ()  # ranks that report their checkpoints
         self._index = index
         self._balance = balance
         self._progress = progress
         self._block = index_block
-        # Of a request's own ranks and of its source, until it is admitted or ends.
+        # These are about a request's own ranks and about its source, until it is admitted or ends.
         self._believed: dict[str, tuple[_Believed, ...]] = {}
         self._promised: dict[str, _Believed] = {}
 
@@ -68,12 +68,11 @@ class Outcomes:
         chosen: Priced,
         reusable_tokens: float = inf,
     ) -> None:
-        """The request went out; see Asked.reusable_tokens."""
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
         uncached_tokens = max(1, prompt_tokens - chosen.reused_tokens)
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
-        # Prompts are matched when their turn to be computed comes: by then this one is in the tree.
+        # A prompt is matched when its turn to be computed comes, and by then this one is in the rank's tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
         self._predict(computing, hashes, ttl_s, prompt_tokens)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
@@ -84,7 +83,6 @@ class Outcomes:
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
     ) -> None:
-        """Learn from the decode rank what it and the prefill rank really had."""
         decode = chosen.decode.id.key
         prefill = chosen.prefill.id.key if chosen.prefill is not None else None
         self._balance.admitted(request_id)
@@ -92,7 +90,7 @@ class Outcomes:
         delivered, computing = {decode: admitted.decode_prefix_len}, prefill or decode
         if prefill is not None:
             delivered[prefill] = admitted.prefill_prefix_len
-        delivered[computing] -= admitted.pulled_tokens  # it had the others itself
+        delivered[computing] -= admitted.pulled_tokens  # It held the others itself.
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
@@ -105,9 +103,10 @@ class Outcomes:
     def finished(
         self, hashes: Sequence[BlockHash], chosen: Priced, all_ids: Sequence[int], seed: int
     ) -> None:
-        """Note that a request ended well: its decode rank will soon report prompt and answer."""
+        """Note that a request ended well: its decode rank will soon report the blocks of its prompt and
+        answer."""
         block, decode = self._block, chosen.decode.id.key
-        longer = list(hashes)  # of the prompt; a long one takes tens of milliseconds to hash again
+        longer = list(hashes)  # To hash a long prompt again would take tens of milliseconds.
         # The newest token's KV was never computed.
         for end in range((len(longer) + 1) * block, len(all_ids), block):
             parent = longer[-1] if longer else None
@@ -117,7 +116,6 @@ class Outcomes:
         self._predict(decode, longer, _PREDICTION_S, computed, is_there=True)
 
     def ended(self, request_id: str) -> None:
-        """Note that it is in flight no more, however it ended."""
         self._believed.pop(request_id, None)
         self._promised.pop(request_id, None)
         self._balance.ended(request_id)
@@ -131,8 +129,11 @@ class Outcomes:
         *,
         is_there: bool = False,
     ) -> None:
-        """Predict that the rank will tell the blocks, which are there perhaps already. Where it computes so
-        many tokens and tells its checkpoints, it has one at the last block boundary before the last token."""
+        """Predict that the rank will report the blocks; `is_there` says that it holds them already.
+
+        A rank that computes `computed_tokens` and reports its checkpoints has one at the last block boundary
+        before the last token.
+        """
         if rank not in self.cacheless:
             tells = computed_tokens and rank in self.telling
             resumable = min(len(hashes), (computed_tokens - 1) // self._block) if tells else 0
@@ -141,7 +142,8 @@ class Outcomes:
                 self._balance.there.add(rank, hashes, self._balance.clock(), ttl_s, resumable)
 
     def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
-        """Return what is believed of a rank. Who computes does not report what it must not reuse."""
+        """Return what is believed of a rank. The rank that computes does not report what it must not
+        reuse."""
         key, tokens = rank.id.key, rank.matched_tokens
         if key == computing:
             tokens = int(min(tokens, reusable_tokens))
@@ -157,7 +159,6 @@ class Outcomes:
     def _learn_from(
         self, promised: _Believed, computing: RankKey, hashes: Sequence[BlockHash], pulled: Pulled
     ) -> None:
-        """Learn from what came of the source; of what it holds, where it has said that."""
         self._balance.observe_pulled(promised.rank, computing, pulled)
         if pulled.held_tokens is not None:
             self._compare(promised, hashes, pulled.held_tokens)
@@ -165,18 +166,18 @@ class Outcomes:
     def _compare(self, believed: _Believed, hashes: Sequence[BlockHash], delivered_tokens: int) -> None:
         """Learn how far the index can be trusted, and correct it where it was wrong.
 
-        Should it have taken in records of the rank meanwhile, they told it themselves; and those blocks,
-        computed for this request, may be among what they added.
+        It is not corrected if it has read records of the rank in the meantime: these report the same change,
+        and they may have added the blocks that were computed for this request.
         """
         rank, balance = believed.rank, self._balance
-        # The last block is never all a hit: the prompt's last token is computed in any case.
+        # The last block is never a full hit, because the prompt's last token is always computed.
         expected = min(believed.blocks, len(hashes)) * self._block
         tolerated = min(expected, delivered_tokens + self._block)
         trust = balance.resume_trust if believed.resuming else balance.trust
         trust.observe(rank, expected, tolerated, balance.clock())
         if tolerated < expected and self._progress(rank) == believed.progress:
             blocks, present_depth = hashes[: believed.blocks], delivered_tokens // self._block
-            if believed.resuming:  # of what it holds beyond it said nothing
+            if believed.resuming:  # It has said nothing about what it holds beyond them.
                 self._index.resume_points.remove(rank, blocks[present_depth:])
             else:
                 self._index.correct(rank, blocks, present_depth)
@@ -185,10 +186,10 @@ class Outcomes:
 def length_means(
     *, num_tokens: int, output_tokens: int, max_tokens: int | None, model_tokens: int, longest_tokens: int
 ) -> FinishReason | None:
-    """Return what it is for the client that a decode rank ended its request with LENGTH.
+    """Return what it means for the client that a decode rank ended its request with LENGTH.
 
-    It is None where another rank holds more. `num_tokens` are the prompt's and the output's together,
-    `longest_tokens` what the roomiest rank holds, `model_tokens` the model's context.
+    It is None where another rank holds more. `num_tokens` counts the prompt and the output together,
+    `longest_tokens` is the most that any rank holds, and `model_tokens` is the model's context.
     """
     if num_tokens >= model_tokens or (max_tokens is not None and output_tokens >= max_tokens):
         return FinishReason.LENGTH

@@ -1,12 +1,12 @@
-"""The placer makes decisions of what one router knows; outcomes.py has the way back, to what it knows next.
+"""The placer decides by what one router knows; outcomes.py feeds the results back into what it knows next.
 
-It has no I/O, no clock and no chance of its own (see Balance), so that bench.placement runs it as it is.
+It has no I/O, no clock and no random numbers of its own (see Balance), so bench.placement can run it
+unchanged.
 
-Of a role with many ranks only those are priced that may win. In ascending order of load a rank is of
-interest if it holds more of the prompt than all before it: whoever holds no more and waits no less cannot be
-cheaper; likewise if it can go on computing further into the prompt. The index says who may hold the next
-block; the first few in the order are taken in any case, the first few of this router's share, and the pinned
-one.
+Of a role with many ranks only those are priced that may win. In ascending order of load, a rank may win if it
+holds more of the prompt than all before it, or if it can go on computing further into the prompt: a rank that
+holds no more and waits no less cannot be cheaper. The index names the ranks that may hold the next block. The
+first few in the order, the first few of this router's share, and the pinned rank are always priced.
 """
 
 import math
@@ -40,14 +40,14 @@ from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Plan, RankKey, Role
 from services.values.rank_reports import NO_CACHE, Registration
 
-_FEW = 16  # ranks of a role that are all priced
-_LEAST_LOADED = 6  # of many, priced in any case
-_OWN_REACH = 64  # of many in the order of load, among which this router's own are looked for
-_PREDICTED = 6  # of many that will soon hold the most of a prompt, priced in any case
-_DEEPEST = 128  # blocks of a prompt, of those that somebody can go on after
-_USUAL_TOKENS = 4_096  # for which a rank should have room
-_SOME = 128  # of many that may hold a block are looked at one by one; where more may, one is soon found
-_EXPLAINED = 64  # a side; more are not shown
+_FEW = 16  # Up to so many ranks of a role are all priced.
+_LEAST_LOADED = 6  # So many of the least loaded ranks are always priced.
+_OWN_REACH = 64  # This router's own ranks are looked for among so many of the least loaded.
+_PREDICTED = 6  # So many of the ranks that will soon hold the most of a prompt are always priced.
+_DEEPEST = 128  # So many blocks of a prompt with a checkpoint after them are checked, the deepest first.
+_USUAL_TOKENS = 4_096  # A rank should have free pages for a prompt of this length.
+_SOME = 128  # Up to so many holders of a block are sorted; among more of them the order soon has one.
+_EXPLAINED = 64  # So many ranks of each role are shown at most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PlacerSettings:
     index_block: int  # tokens
     chunk_tokens: int
     weights: PriceWeights
-    pulls: bool = True  # whoever computes may pull what others hold
+    pulls: bool = True  # whether a computing rank may pull what others hold
 
 
 _SHORTEST = Asked((), 1, frozenset(Plan))
@@ -64,7 +64,8 @@ _Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The ranks of one role; where they are many, in the order of load too. `own` are this router's share."""
+    """These are the ranks of one role, and their order of load if they are many; `own` is this router's
+    share."""
 
     ranks: dict[RankKey, Registration] = field(default_factory=dict)
     order: LoadOrder | None = None
@@ -72,8 +73,11 @@ class _Side:
 
 
 class Placer:
-    """Each router has one; `index` is its mirror's. `progress` of a rank changes with every record of it that
-    the index takes in; `is_connected` says whether the stream to a decode rank is up."""
+    """Each router has one placer; `index` is that of its mirror.
+
+    `progress` of a rank changes with each of its records that the index reads. `is_connected` tells whether
+    the stream to a decode rank is up.
+    """
 
     def __init__(
         self,
@@ -89,9 +93,10 @@ class Placer:
         self._is_connected = is_connected
         self._decodes = self._prefills = _Side()
         self._layout: KvLayout | None = None
-        self._longest_tokens = self._shortest_tokens = 0  # that a decode rank holds of one request
+        # These are the most tokens of one request that the largest and the smallest decode rank hold.
+        self._longest_tokens = self._shortest_tokens = 0
         self._draining: frozenset[RankKey] = frozenset()
-        self._apart: dict[RankKey, str] = {}  # their layout is another, in what
+        self._apart: dict[RankKey, str] = {}  # in what the layout of each of these differs
         self._share = Share()
         self._hits = Hits(index, balance, settings.index_block)
         self._sources = PullSources(index, balance, settings.index_block, is_connected)
@@ -99,7 +104,7 @@ class Placer:
         balance.changed = self._changed
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
-        """Those that there are now, of each role in the order of their keys."""
+        """Take these as the ranks that there are now, of each role in the order of their keys."""
         self._decodes, self._prefills = self._side(decodes), self._side(prefills)
         staying = [rank.max_context_tokens for rank in decodes if not rank.draining]
         self._longest_tokens, self._shortest_tokens = max(staying, default=0), min(staying, default=0)
@@ -115,7 +120,6 @@ class Placer:
         return self._decodes.order is not None or self._prefills.order is not None
 
     def set_share(self, share: Share) -> None:
-        """Take this as the share of the ranks that this router prefers."""
         if share != self._share:
             self._share = share
             self._decodes, self._prefills = (
@@ -125,9 +129,9 @@ class Placer:
     # -- placing ----------------------------------------------------------------------------------
 
     def place(self, asked: Asked, tie: float) -> Decision:
-        """Choose the ranks and the plan. Raises as placement.place."""
+        """Choose the ranks and the plan; raise the errors of `decision.place`."""
         snapshot = self._snapshot(asked)
-        if self._has_many:  # else all are looked at, and their waits with them
+        if self._has_many:  # Otherwise all ranks are checked, and their waits with them.
             self._check_waits(snapshot)
         if asked.at is not None:
             return replace(self._place(snapshot, tie, self._few), reason="same_prompt")
@@ -137,22 +141,24 @@ class Placer:
         except IsthmusError:
             if fitting is asked and not self._has_many:
                 raise
-            # Those looked at are excluded: look at all of them, and say what is wrong with each.
+            # The checked ranks are excluded, so check all of them, and tell what is wrong with each.
             return self._place(snapshot, tie, self._all)
 
     def _snapshot(self, asked: Asked) -> RankSnapshot:
         return RankSnapshot(asked, self._balance, self._index, self._is_connected, self._apart)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
-        """Return the same ranks, only those that hold all of it where there are such and others. Of many
-        ranks a few are looked at, and those are to be among them."""
+        """Return the request limited to ranks that can hold all of it, where some can and others cannot.
+
+        Of many ranks only a few are checked, and ranks that can hold it must be among them.
+        """
         most = asked.most_tokens
         if most is None or not self._shortest_tokens < most <= self._longest_tokens:
             return asked
         return replace(asked, must_hold=most)
 
     def check_waits(self, asked: Asked) -> None:
-        """Raises NoCapacity if it would wait too long wherever it can go, as far as that is told quickly."""
+        """Raise NoCapacity if a quick estimate says that the request would wait too long at every rank."""
         self._check_waits(self._snapshot(asked))
 
     def _check_waits(self, snapshot: RankSnapshot) -> None:
@@ -165,16 +171,15 @@ class Placer:
             raise refusal(wait_s, asked.max_wait_s)
 
     def _queues(self, side: _Side, snapshot: RankSnapshot) -> Iterator[Queue]:
-        """Return the queues of those that may be chosen but for the wait."""
         keys = side.ranks if side.order is None else side.order
         return (Queue(snapshot, key) for key in keys if not snapshot.exclusion(key, side.ranks[key]))
 
     def exclusion(self, rank: Registration) -> str:
-        """Return why the rank cannot be chosen by the shortest prompt, or an empty text."""
+        """Return why the rank cannot be chosen even for the shortest prompt, or an empty text."""
         return self._snapshot(_SHORTEST).exclusion(rank.id.key, rank)
 
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
-        """Decide as `place` does, with every rank looked at and enough of them compared."""
+        """Decide as `place` does, but look at every rank and compare enough of them to be shown."""
         snapshot = self._snapshot(asked)
         request, decodes, prefills = self._looked_at(snapshot, self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
@@ -193,8 +198,10 @@ class Placer:
         return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), snapshot)
 
     def _insured(self, decision: Decision, snapshot: RankSnapshot) -> Decision:
-        """Name a source where none was chosen because a prediction says that the rank will hold the prompt:
-        if it does, it does not ask."""
+        """Add a source where none was chosen because the computing rank is predicted to hold the prompt.
+
+        If the prediction is right, the rank does not use the source.
+        """
         chosen = decision.chosen
         computing = chosen.prefill or chosen.decode
         if chosen.source is not None or computing.reused_tokens <= computing.indexed_reused_tokens:
@@ -252,7 +259,6 @@ class Placer:
         return self._found(side.ranks, side, snapshot)
 
     def _few(self, side: _Side, snapshot: RankSnapshot) -> list[Found]:
-        """Those that may win."""
         if side.order is None:
             return self._all(side, snapshot)
         promising = dict.fromkeys(self._promising(side, side.order, snapshot))
@@ -269,11 +275,11 @@ class Placer:
         least_loaded = (key for key in order if snapshot.may_serve(key, side.ranks[key]))
         few = list(islice(least_loaded, _LEAST_LOADED))
         yield from few
-        if self._shortest_tokens < self._longest_tokens:  # perhaps they are all too small
+        if self._shortest_tokens < self._longest_tokens:  # The few may all be too small.
             roomiest = (key for key in order if self._holds_most(side.ranks[key]))
             serving = (key for key in roomiest if snapshot.may_serve(key, side.ranks[key]))
             yield from islice(serving, _LEAST_LOADED)
-        if self._apart:  # perhaps they are all of these, and plan remote is to be priced too
+        if self._apart:  # The few may all be among these, and plan remote must be priced too.
             yield from islice((key for key in least_loaded if key not in self._apart), _LEAST_LOADED)
         if self._share.of > 1:
             own = (key for key in islice(order, _OWN_REACH) if key in side.own)
@@ -285,13 +291,13 @@ class Placer:
     def _holding(
         self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, held: Held
     ) -> Iterator[RankKey]:
-        """Return the ranks that hold more of the prompt than all before them."""
+        """Yield the ranks that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
             holders: Iterable[RankKey]
-            if num_deeper > _SOME:  # then one of the next will do
+            if num_deeper > _SOME:  # One of the next in the order will hold it.
                 holders = (key for key in ranks if held.depth(key) > longest)
-            else:  # whoever stands before those that were taken holds less
+            else:  # A rank before those that were chosen holds less.
                 holders = order.ascending(held.beyond(longest))
             deeper = next((key for key in holders if snapshot.may_serve(key, side.ranks[key])), None)
             if deeper is None:
@@ -302,12 +308,14 @@ class Placer:
     def _resuming(
         self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, least: RankKey
     ) -> Iterator[RankKey]:
-        """Those that can go on, or soon will, further into the prompt than all before them. `least` is the
-        least loaded that may serve: nobody stands before it."""
+        """Yield the ranks that can go on, or soon will, further into the prompt than all before them.
+
+        `least` is the first rank in the order that may serve.
+        """
         for found in (snapshot.guessed().resumable(), self._index.resume_points.along(snapshot.asked.hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
-                # Those seen go on further: who was taken of them stands first, or they may not serve.
+                # Ranks seen before need no second look: the first of them was chosen, or none may serve.
                 unseen = order.ascending(ranks - seen, taken)
                 first = next((key for key in unseen if snapshot.may_serve(key, side.ranks[key])), None)
                 seen |= ranks
@@ -323,7 +331,7 @@ class Placer:
         now = snapshot.now(key)
         load, pending_tokens, queued, running, tokens_per_s, _ = now
         books = load.books
-        # By position: by name it takes twice as long, and there are a dozen.
+        # The arguments are positional, because keywords take twice as long and there are twenty of them.
         return DecodeCandidate(
             rank.address.id,
             worth,  # hit_tokens
@@ -378,11 +386,9 @@ class Placer:
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
-        """Note that the request went out. What becomes of it is for `outcomes`."""
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
-        """Return the bytes of window tails and states at a prompt's end."""
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0
 
     # -- the layout of plan remote ----------------------------------------------------------------
@@ -396,7 +402,7 @@ class Placer:
         self._apart = {key: what for key, what in found if what}
 
     def _drains(self, rank: Registration) -> bool:
-        """Return whether it drains: its load says so too, which needs no etcd."""
+        """Return whether it drains, by its registration or by its load, which does not need etcd."""
         return rank.draining or self._balance.load(rank.id.key).draining
 
     # -- the order of load ------------------------------------------------------------------------
@@ -419,7 +425,7 @@ class Placer:
                 side.order.update(key, self._load(key, rank))
 
     def _load(self, key: RankKey, rank: Registration) -> Load:
-        """Return the load with what a usual prompt that hits nothing would cost there."""
+        """Return the load, which includes the cost of a prompt of usual length that hits nothing there."""
         now = self._balance.now(key)
         load_s = now.pending_tokens / now.tokens_per_s
         books, page_size = now.load.books, rank.layout.page_size

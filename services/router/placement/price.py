@@ -1,18 +1,20 @@
-"""These formulas say what it costs to serve a request somewhere, in seconds by name. Pure.
+"""These formulas give the price of serving a request with given ranks, as named terms in seconds. Pure.
 
     remote  T = wait_prefill + pull + max(compute, transfer) + last_chunk + carried + overhead + occupy
                 + evict_prefill + lend + at_decode
     local   T = pull + compute + occupy + lend + at_decode
     at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
 
-Each rank that computes is priced without a source and with each that it has. A pull goes on while it would
-wait in any case, so `pull` is what it takes beyond that.
+Each rank that computes is priced without a source and with each of its sources. A pull runs while the request
+would wait anyway, so `pull` is only the time beyond that wait.
 
-Transfer is priced by what decode holds, computing by where who computes can go on: where tails and states are
-carried beside full attention's pages, that may be less. They cross when the last chunk is computed.
+Transfer is priced by the tokens that the decode rank lacks, and compute by where the computing rank can go
+on. In models with window tails and states beside full attention's pages, it may have to go on before the end
+of its hit. This per-request state (`carried`) is sent after the last chunk is computed.
 
-occupy, evict, itl and lend are what a request costs those that come after it or run beside it. Without them
-each would take the rank that is best for itself, caches would fill with copies, and all would wait longer.
+occupy, evict, itl and lend are what a request costs the requests that come after it or run beside it. Without
+them each request would take the rank that is best for itself, caches would fill with copies, and all would
+wait longer.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,34 +32,35 @@ from services.router.placement.candidates import (
 )
 from services.values.rank import Plan, RankKey
 
-# Bytes per second from a prefill rank (first) to a decode rank.
+# It returns the bytes per second from a prefill rank (the first) to a decode rank.
 Bandwidth = Callable[[RankKey, RankKey], float]
 
-_MAX_QUEUE = 20  # requests; a longer queue makes nothing more urgent
+_MAX_QUEUE = 20  # Requests beyond so many in a queue do not raise the price.
 
 
 @dataclass(frozen=True, slots=True)
 class PriceWeights:
-    """These weights say how much of what a request costs others counts as if it waited so long itself."""
+    """Each weight tells how much a second that others lose counts, compared to a second of this request."""
 
     # This weighs the seconds for which a rank computes the prompt. They count once for each request in the
     # queue with the shortest wait, as about so many will wait behind this one; with an empty queue they are
     # free.
     occupy_weight: float = 1.0
-    # Of the seconds by which the tokens of the sequences running there come later.
+    # This weighs the seconds by which the tokens of the sequences running there come later.
     itl_weight: float = 0.05
-    # Of the seconds to recompute what is evicted: not all of it will be asked for again.
+    # This weighs the seconds to recompute what is evicted. Not all of it will be requested again.
     evict_weight: float = 0.5
     # A preferred rank may be worse than the best price by slack_ratio of that price and slack_s. This router
-    # prefers the ranks of its share, because other routers may have sent the rest what it does not know yet.
-    # It prefers the home, because moving leaves a copy of the KV there. If a pinned home holds less than half
-    # of the prompt, slack_ratio is of the time to compute that copy, where this is less than the best price.
+    # prefers the ranks of its share, because other routers may have sent requests to the others that it does
+    # not know of yet. It prefers the home, because moving leaves a copy of the KV there. If a pinned home
+    # holds less than half of the prompt, slack_ratio applies to the time to compute that copy, where this is
+    # less than the best price.
     slack_ratio: float = 0.2
     slack_s: float = 0.05
-    # Of answers that may become longer than a rank's pool can hold, a part will: e to the minus (room there
-    # over this). So it is the mean length of answers, if they end at any token with the same probability.
+    # An answer that may outgrow a rank's pool does so with the probability exp(-free tokens there / this). So
+    # this is the mean length of answers, if they end at each token with the same probability.
     usual_output_tokens: float = 512.0
-    # The calls between the two ranks, whatever the size.
+    # This is the time of the calls between the two ranks, whatever the size of the KV.
     remote_overhead_s: float = 0.005
 
     def is_near(self, total_s: float, best_s: float, held_s: float = inf) -> bool:
@@ -68,8 +71,10 @@ class PriceWeights:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """This is the price of one way. `terms` are named seconds; `prefill` is None under plan local, `source`
-    where nothing is pulled."""
+    """This is the price of one way to serve the request, in seconds by name.
+
+    `prefill` is None under plan local, and `source` is None where nothing is pulled.
+    """
 
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
@@ -79,7 +84,6 @@ class Priced:
 
     @property
     def reused_tokens(self) -> int:
-        """Return the tokens that nobody needs to compute."""
         own = (self.prefill or self.decode).reused_tokens
         return own if self.source is None else max(own, self.source.tokens)
 
@@ -89,7 +93,7 @@ class Priced:
 
     @property
     def terms_ms(self) -> str:
-        """Return those that are not nothing in a log's one word: "compute:164.17,itl:32.83"."""
+        """Return the nonzero terms in ms as one word for a log: "compute:164.17,itl:32.83"."""
         return ",".join(f"{name}:{1e3 * seconds:.2f}" for name, seconds in self.terms if seconds)
 
 
@@ -97,7 +101,7 @@ class Option(NamedTuple):
     total_s: float
     decode: DecodeCandidate
     prefill: PrefillCandidate | None
-    bytes_per_s: float = inf  # between them, as it was when this was priced
+    bytes_per_s: float = inf  # the bandwidth between the two when this was priced
     source: SourceCandidate | None = None
 
     @property
@@ -110,25 +114,25 @@ class Option(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """A prefill rank's part of the price, in seconds."""
-
     wait_s: float
     compute_s: float
     occupy_s: float
     evict_s: float
-    fixed_s: float  # all but the computing
+    fixed_s: float  # all terms except compute_s
     prefill: PrefillCandidate
     source: SourceCandidate | None = None
 
 
 class Receiver(NamedTuple):
-    """A decode rank's part under either plan, in seconds; `delta` is what it lacks, `uncached` what it would
-    compute, in tokens."""
+    """This is a decode rank's part of the price under either plan, in seconds.
+
+    `delta` is the tokens that it lacks, and `uncached` is the tokens that it would compute.
+    """
 
     wait_s: float
-    room_s: float  # until the delta has pages
+    room_s: float  # the time until the delta has pages
     evict_s: float
-    outgrow_s: float  # to go on elsewhere when its pool is at its end, by how likely that is
+    outgrow_s: float  # the time to go on elsewhere when its pool is full, weighted by the probability
     at_decode_s: float  # under plan remote, whatever the prefill rank
     delta: int
     uncached: int
@@ -136,8 +140,6 @@ class Receiver(NamedTuple):
 
 
 class PriceList:
-    """The price list of one request."""
-
     def __init__(
         self,
         request: PlacementRequest,
@@ -149,16 +151,15 @@ class PriceList:
         self.request = request
         self.weights = weights
         self.bandwidth = bandwidth
-        # More than the roomiest rank holds it cannot become.
+        # A request cannot become longer than the largest rank holds.
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.occupy = _occupy(weights, prefills)
         self.occupy_local = _occupy(weights, decodes)
-        # Evicted KV will be computed again by whichever prefill rank is chosen one day, if there are any.
+        # Evicted KV will be computed again by any prefill rank, or by a decode rank if there are none.
         self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
     def senders(self, prefills: Sequence[PrefillCandidate]) -> list[Sender]:
-        """Return each without a source, then those that have any with each of them."""
         senders = [self.sender(prefill) for prefill in prefills]
         return senders + [self.sender(each, source) for each in prefills for source in each.sources]
 
@@ -177,7 +178,7 @@ class PriceList:
         return Sender(wait_s, compute_s, occupy_s, evict_s, fixed_s, prefill, source)
 
     def pull(self, source: SourceCandidate, wait_s: float) -> tuple[float, float]:
-        """Return the seconds that a pull takes beyond the wait, and what it costs those who run at its
+        """Return the seconds that a pull adds to the wait, and those that it costs the sequences at its
         source."""
         lend_s = self.weights.itl_weight * source.running * source.pull_s
         return max(0.0, source.pull_s - wait_s), lend_s
@@ -189,7 +190,7 @@ class PriceList:
         lacking, room_s, evict_s = delta - decode.free_tokens, 0.0, 0.0
         outgrow_s = 0.0 if decode.holds_tokens >= self.grows_to else self.outgrow_s(decode)
         if lacking > 0:
-            # Sequences that end free at least as many tokens as were generated, one each in that time.
+            # Sequences that end free at least as many tokens as all generate: each one token in `token_s`.
             shortage = max(0, lacking - decode.evictable_tokens)
             room_s = shortage * decode.token_s / max(1, decode.running)
             evict_s = min(lacking, decode.evictable_tokens) * self.evict_s_per_token
@@ -198,7 +199,7 @@ class PriceList:
         return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)
 
     def outgrow_s(self, decode: DecodeCandidate) -> float:
-        """Return the price of a request that does not hold all that it may grow to."""
+        """Return the price of moving a request to a larger rank, weighted by its probability."""
         holds = decode.holds_tokens
         room = max(0, holds - self.request.prompt_tokens)
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
@@ -249,30 +250,32 @@ class PriceList:
         }
 
     def transfer(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
-        """Return the seconds to move the delta, and its last chunk, which no computation hides."""
+        """Return the seconds to move the delta, and those of its last chunk, which no computation hides."""
         s_per_token = self.request.kv_bytes_per_token / bytes_per_s
         return receiver.delta * s_per_token, min(receiver.delta, self.request.chunk_tokens) * s_per_token
 
     def carried_s(self, bytes_per_s: float) -> float:
-        """Return the seconds to move tails and states."""
         return self.request.carried_bytes / bytes_per_s
 
     def beside(self, wait_s: float, decode: DecodeCandidate) -> tuple[float, float]:
-        """Return what a prompt that was computed elsewhere suffers from the prompts that are computed there,
-        and what it costs the sequences that run there, in weighed seconds. It does not wait for the former,
-        but its tokens come later until they are computed."""
+        """Return what the prompts computed at the decode rank cost this one, and what it costs the sequences
+        there.
+
+        Both are weighted seconds. A prompt that was computed elsewhere does not wait for the prompts there,
+        but its tokens come later until they are computed.
+        """
         itl_weight = self.weights.itl_weight
         return itl_weight * wait_s, itl_weight * decode.running * decode.token_s
 
     def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
-        """`fixed` and `overlapped` of a decode rank."""
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
         return receiver.at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
 
     def remotes(
         self, receiver: Receiver, senders: Iterable[Sender], bytes_per_s: float, known: tuple[float, float]
     ) -> Iterator[Option]:
-        """One of each sender. `known` is `receiving_s` at `bytes_per_s`, which most of them have."""
+        """Yield one option for each sender. `known` is `receiving_s` at `bytes_per_s`, the usual
+        bandwidth."""
         last, (fixed_s, transfer_s) = bytes_per_s, known
         for sender in senders:
             bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
@@ -283,7 +286,6 @@ class PriceList:
             yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s, sender.source)
 
     def local(self, receiver: Receiver) -> Option:
-        """Return the cheapest of a receiver's."""
         decode = receiver.decode
         best = Option(self.local_s(receiver), decode, None)
         for source in decode.sources:
@@ -293,7 +295,7 @@ class PriceList:
         return best
 
     def local_s(self, receiver: Receiver, source: SourceCandidate | None = None) -> float:
-        """The sum of `local_terms`, without a source in their order."""
+        """Return the sum of `local_terms`, which is added up in their order where there is no source."""
         decode, wait_s, room_s = receiver.decode, receiver.wait_s, receiver.room_s
         compute_s = self.local_compute_s(receiver, source)
         itl_s = self.weights.itl_weight * decode.running * compute_s

@@ -1,10 +1,10 @@
-"""A snapshot shows the ranks as one decision sees them: each is looked up once, though several ask. Pure.
+"""A snapshot shows the ranks as one decision sees them: each is looked up once and kept. Pure.
 
-Hits say what ranks hold of the prompt, in tokens. Of 4,096 tokens that the index says a rank holds
-(`matched`) some count (`worth`): as far as its word is trusted, or was sent there and is to be there soon. A
-rank that reports its checkpoints goes on computing at one of them, though it hold more (`matched_resume`,
-`resume`: the index's word, and how much of it counts). Plan remote goes by one of the KV layouts in a cluster
-(`common_layout`).
+A hit tells how many tokens of the prompt a rank holds. `matched` is what the index says, and `worth` is how
+much of that counts: as far as the index is trusted, or as much as was sent there and will soon be cached. A
+rank that reports its checkpoints can go on computing only at one of them, even if it holds more:
+`matched_resume` is that checkpoint by the index, and `resume` is how much of it counts. Plan remote uses one
+of the KV layouts in a cluster (`common_layout`).
 """
 
 import math
@@ -25,19 +25,19 @@ from services.values.rank_reports import Registration
 
 
 def what_must_agree(layout: KvLayout) -> KvLayout:
-    """Return the layout without what may differ between ranks whose KV crosses."""
+    """Return the layout without the parts that may differ between ranks that send KV to each other."""
     return replace(layout, tp_size=1, draft=None)
 
 
 def common_layout(
     decodes: Iterable[Registration], prefills: Iterable[Registration], draining: Container[RankKey] = ()
 ) -> KvLayout | None:
-    """Return the layout of the most pairs of a decode and a prefill rank; without pairs, of the most decode
-    ranks.
+    """Return the layout that the most pairs of a decode and a prefill rank have, or None without a decode
+    rank.
 
-    So the first ranks that a roll-out reaches stay out of plan remote, until it can do more with them than
-    with the others. Nor do those count that are `draining`, unless all decode ranks are. TP degrees and draft
-    models do not count. None: there is no decode rank.
+    Without pairs it is that of the most decode ranks. So the first ranks that a roll-out changes stay out of
+    plan remote, until more pairs have their layout than the old one. Ranks that are `draining` do not count,
+    unless all decode ranks drain. TP degrees and draft models do not count.
     """
     staying = [rank for rank in decodes if rank.id.key not in draining]
     if staying:
@@ -53,9 +53,9 @@ def common_layout(
 
 
 class RankSnapshot:
-    """A snapshot is of what is `asked`, for as long as nothing changes.
+    """A snapshot belongs to one request and is valid as long as nothing changes.
 
-    `apart` are ranks of another layout, and in what.
+    `apart` names the ranks of another layout, and in what theirs differs.
     """
 
     __slots__ = (
@@ -95,20 +95,17 @@ class RankSnapshot:
         return now
 
     def held(self) -> Held:
-        """The index says so who holds how much of the prompt."""
         if self._held is None:
             self._held = self._index.held(self.asked.hashes)
         return self._held
 
     def guessed(self) -> Guessed:
-        """These ranks will soon hold so much of the prompt."""
         if self._guessed is None:
             balance = self._balance
             self._guessed = balance.predictions.of(self.asked.hashes, balance.clock())
         return self._guessed
 
     def exclusion(self, key: RankKey, rank: Registration) -> str:
-        """Return why the rank alone cannot be chosen, or an empty text."""
         excluded = self._excluded.get(key)
         if excluded is None:
             liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
@@ -117,16 +114,15 @@ class RankSnapshot:
         return excluded
 
     def receives(self, key: RankKey) -> bool:
-        """The prefill ranks' KV."""
         return key not in self._apart
 
     def queue_wait_s(self, key: RankKey) -> float:
-        """Return the wait for all that is asked for, at a decode rank."""
+        """Return the wait at a decode rank for pages for all the answers that are requested."""
         return self._balance.queue_wait_s(key, self.asked.answers - 1)
 
     def may_serve(self, key: RankKey, rank: Registration) -> bool:
-        """Return whether it may serve, as far as can be told of it alone: its own part of the wait comes
-        whatever the other rank adds."""
+        """Return whether the rank may serve, judged by its own part of the wait, to which the other rank can
+        only add."""
         if self.exclusion(key, rank):
             return False
         if self.asked.max_wait_s == inf:
@@ -136,7 +132,7 @@ class RankSnapshot:
 
 
 class Queue:
-    """A rank's waits, looked up when they are asked for: where all are full, a thousand are."""
+    """These are a rank's waits, which are looked up only when read, since there may be a thousand ranks."""
 
     __slots__ = ("_rank", "_snapshot")
 
@@ -156,7 +152,7 @@ class Queue:
         return self._snapshot.now(self._rank).compute_wait_s
 
 
-Found = tuple[RankKey, Registration, int]  # and how many blocks of the prompt the index says it holds
+Found = tuple[RankKey, Registration, int]  # The last is the blocks of the prompt that it holds by the index.
 
 
 class Hit(NamedTuple):
@@ -167,16 +163,13 @@ class Hit(NamedTuple):
 
 
 class Hits:
-    """These are the hits as one router knows them. `index_block` is in tokens."""
-
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
-        self.telling: frozenset[RankKey] = frozenset()  # ranks that tell their resume points
+        self.telling: frozenset[RankKey] = frozenset()  # ranks that report their checkpoints
         self._index = index
         self._balance = balance
         self._block = index_block
 
     def of(self, found: Sequence[Found], snapshot: RankSnapshot) -> list[Hit]:
-        """One of each rank."""
         asked, now, block, telling = snapshot.asked, self._balance.clock(), self._block, self.telling
         resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, snapshot, now)
         trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
@@ -199,7 +192,11 @@ class Hits:
     def _resumed(
         self, telling: dict[RankKey, int], snapshot: RankSnapshot, now: float
     ) -> dict[RankKey, tuple[int, int]]:
-        """Tokens after which they can go on, who hold so many blocks: what the index says, and its worth."""
+        """Return for each rank the tokens before its last checkpoint: by the index, and how much of it
+        counts.
+
+        `telling` has the blocks that each rank holds, of ranks that report their checkpoints.
+        """
         if not telling:
             return {}
         asked, balance, block = snapshot.asked, self._balance, self._block

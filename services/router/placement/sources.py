@@ -1,14 +1,14 @@
-"""Whoever computes a prompt may pull what another rank holds of it: from whom, and what that takes. Pure.
+"""The rank that computes a prompt may pull a part of it from a source, another rank that holds it. Pure.
 
-    pull = until the source begins + bytes of what the computing rank lacks, at the pair's bandwidth
+    pull = time until the source begins + bytes that the computing rank lacks, at the pair's bandwidth
 
-A source holds more of the prompt than the computing rank can go on from, has the same layout and lends; it
-may be of either role, it may drain, and it may be the decode rank of the same request. Two are priced at
-most (price.py), and none where a pull would take more than half the time of computing what it brings: a rank
-waits for one no longer than that.
+A source holds more of the prompt than the computing rank can go on from, has the same layout and lends. It
+may have either role, may drain, and may be the decode rank of the same request. At most two sources are
+priced (price.py), and none where a pull would take more than half the time of computing what it brings,
+because a rank does not wait longer for one.
 
-What a rank was sent does not count here: nobody can write what is yet to be computed. What it has computed
-does, though its own events have perhaps not told it.
+What was sent to a rank does not count here, since a rank cannot send what it has yet to compute. What it has
+computed counts, even if its own events have not reported it yet.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -26,28 +26,27 @@ from services.values.kv import KvLayout
 from services.values.rank import RankId, RankKey, Role
 from services.values.rank_reports import LENDS, PULLS, Registration
 
-_LOOKED_AT = 8  # of those that hold the most
-_LEAST_SHARE = 0.5  # of what the first of them holds; who holds less is of no interest
-_MOST_HOLDERS = 3  # that are of interest: the computing rank may be one of them
-_MOST_SOURCES = 2  # of a computing rank
-_TIME_SHARE = 0.5  # for a pull, of the time to compute what it brings
+_LOOKED_AT = 8  # So many of the ranks that hold the most are checked.
+_LEAST_SHARE = 0.5  # A rank that holds less than this share of what the first one holds is left out.
+_MOST_HOLDERS = 3  # It is one more than the sources, as the computing rank may be one of them.
+_MOST_SOURCES = 2  # A computing rank has so many sources at most.
+_TIME_SHARE = 0.5  # A pull may take this share of the time to compute what it brings.
 
-# Of a pull by the second rank from the first.
+# It returns the pace of a pull by the second rank from the first.
 Pace = Callable[[RankKey, RankKey], PullPace]
 
 
 class Holder(NamedTuple):
-    """A rank that lends has so much of a prompt."""
-
     id: RankId
     layout: KvLayout  # the same object where pages may cross
-    tokens: int  # up to where another one can go on from it, at its trust
-    matched_tokens: int  # the index's word on that
+    tokens: int  # another rank could go on after these, as far as the index is trusted about this one
+    matched_tokens: int  # the same by the index alone
     running: int
 
 
 def deepest(holders: Iterable[Holder]) -> list[Holder]:
-    """Return those that are of interest: the deepest, of equal ones the least busy first."""
+    """Return the few holders that are worth pricing: those that hold the most, the least busy first among
+    equals."""
     found = sorted(holders, key=lambda holder: (-holder.tokens, holder.running))
     return [holder for holder in found if holder.tokens][:_MOST_HOLDERS]
 
@@ -55,7 +54,7 @@ def deepest(holders: Iterable[Holder]) -> list[Holder]:
 def sources_of(
     candidate: Candidate, layout: KvLayout, holders: Iterable[Holder], pace: Pace
 ) -> tuple[SourceCandidate, ...]:
-    """Return the first ones from which a pull can pay. The candidate has that layout."""
+    """Return the first holders from which a pull can pay. `layout` is the candidate's."""
     key, reused_tokens, found = candidate.id.key, candidate.reused_tokens, list[SourceCandidate]()
     for rank, its_layout, tokens, matched_tokens, running in holders:
         if tokens <= reused_tokens or rank.key == key or its_layout is not layout:
@@ -70,14 +69,12 @@ def sources_of(
 
 
 def _pulled_bytes(layout: KvLayout, held: int, end: int) -> float:
-    """Return the bytes of the tokens [held, end), and of what is carried to there."""
+    """Return the bytes of the tokens [held, end), and of the per-request state at `end`."""
     attention = (end - held) * layout.page_bytes / layout.page_size if end > held else 0.0
     return attention + carried_bytes(layout, end) if layout.groups else attention
 
 
 class PullSources:
-    """These are the sources as one router knows them. `index_block` is in tokens."""
-
     def __init__(
         self,
         index: PrefixIndex,
@@ -94,7 +91,7 @@ class PullSources:
         self._layouts: dict[RankKey, KvLayout] = {}
 
     def set_ranks(self, ranks: Iterable[Registration]) -> Container[RankKey]:
-        """Look among these from now on, and return those that somebody may pull from."""
+        """Take these as the ranks that there are, and return those that others may pull from."""
         ranks = list(ranks)
         self._lending = {rank.id.key: rank for rank in ranks if LENDS in rank.capabilities}
         self._pulling = {rank.id.key for rank in ranks if PULLS in rank.capabilities}
@@ -104,7 +101,7 @@ class PullSources:
         return self._lending if self._pulling else ()
 
     def holders(self, snapshot: RankSnapshot) -> Sequence[Holder]:
-        """Return who may be the source of anybody for the prompt."""
+        """Return the ranks that may be a source of the prompt for any candidate."""
         if not self._lending or not self._pulling:
             return ()
         held, there = snapshot.held(), self._balance.there.of(snapshot.asked.hashes, self._balance.clock())
@@ -123,7 +120,6 @@ class PullSources:
         return deepest(self._holders(found, snapshot, there))
 
     def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[SourceCandidate, ...]:
-        """Return a candidate's sources among the holders of the same prompt."""
         key = candidate.id.key
         if key not in self._pulling or candidate.excluded or candidate.reused_tokens >= holders[0].tokens:
             return ()
