@@ -1,12 +1,12 @@
-"""An intake says whether a rank takes new requests, and how many run on it; operators close and open it.
+"""An intake says whether a rank accepts new requests, and how many run on it; operators close and open it.
 
-    open --drain--> routers are told; what they send is still taken --they have heard--> closed
-     ^                                       |                                             |
-     +-----------------undrain---------------+---------------------------------------------+
-    stop (SIGTERM): as drain, and for good
+    open --drain--> routers are notified, what they send is still accepted --they know--> closed
+     ^                                       |                                              |
+     +-----------------undrain---------------+----------------------------------------------+
+    stop (SIGTERM): as drain, but it cannot be undone
 
-Closed, it refuses newcomers and what runs goes on. An operator drains, asks again until nothing runs, and may
-undrain, which ends every wait; nothing of it outlives the process.
+A closed intake refuses new requests, and running ones go on. An operator drains, repeats that until nothing
+runs, and may undrain, which ends every wait. This state ends with the process.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
-# Routers hear within this that a rank drains; until then it still takes what they send.
+# Routers learn within this time that a rank drains, and until then it accepts what they send.
 _NOTICE_S = 0.5
 
-# It tells all routers whether the rank drains, and returns False where they could not be told.
+# It notifies all routers whether the rank drains, and returns False if it could not.
 Tell = Callable[[bool], Awaitable[bool]]
 OPERATIONS = rank_pb2.DESCRIPTOR.services_by_name["Rank"].full_name
 
 
 class Intake:
-    """Each rank has one. `draining` goes to the routers with its load, so that they hear of it without etcd
-    too."""
+    """Each rank has one. `draining` is also sent to the routers with the load, so they learn of it without
+    etcd."""
 
     def __init__(self, own_id: RankId) -> None:
         self.draining = False
@@ -42,8 +42,8 @@ class Intake:
         self.tell: Tell = _nobody_is_there
         self._own_id = own_id
         self._closed = self._stopping = False
-        self._told: bool | None = False  # The routers were told this last; None: that is not known.
-        self._settled = asyncio.Event()  # Nothing runs, or it is in service.
+        self._told: bool | None = False  # the last value that the routers know; None: it is not known
+        self._settled = asyncio.Event()  # It is set when nothing runs or the rank is in service.
         self._settled.set()
         self._changing = asyncio.Lock()
         self._changes: set[asyncio.Task[None]] = set()
@@ -56,7 +56,6 @@ class Intake:
             raise Unavailable(f"rank {self._own_id} is draining")
 
     def took(self) -> None:
-        """Note that a request runs from now on, until it has `left`."""
         self.num_running += 1
         self._note()
 
@@ -70,15 +69,14 @@ class Intake:
         return self._stopping
 
     def check_life(self, generation: int) -> None:
-        """Raise StaleGeneration unless this incarnation of the rank is meant."""
         if generation != self._own_id.generation:
             raise StaleGeneration(f"rank {self._own_id} has been restarted since it was listed")
 
     async def drain(self, wait_s: float | None = None, only_wait: bool = False) -> int:
-        """Take nothing new; return how many requests run: none, unless `wait_s` was too short.
+        """Accept no new requests; return how many run, which is none unless `wait_s` was too short.
 
-        With `only_wait` it waits for an earlier drain. Raises Unavailable if that has been undone, or is
-        meanwhile.
+        With `only_wait` it waits for an earlier drain. Raises Unavailable if the drain has been undone, or is
+        undone during the wait.
         """
         await self._through(self._close(again=only_wait))
         with suppress(TimeoutError):
@@ -87,18 +85,19 @@ class Intake:
         return self.running_of_drained()
 
     def running_of_drained(self) -> int:
-        """Return how many requests run. Raises Unavailable where the drain has been undone."""
+        """Return how many requests run. Raises Unavailable if the drain has been undone."""
         if not self.draining:
             raise Unavailable(f"rank {self._own_id} was put back into service")
         return self.num_running
 
     async def settled(self) -> None:
-        """Return when nothing runs, or requests are taken again."""
+        """Return when nothing runs, or requests are accepted again."""
         while self.draining and self.num_running:
             await self._settled.wait()
 
     async def undrain(self) -> None:
-        """Take requests again. Raises Unavailable when it is being stopped, or the routers cannot be told."""
+        """Accept requests again. Raises Unavailable if the rank is being stopped or cannot notify the
+        routers."""
         await self._through(self._open())
         if self._stopping:
             raise Unavailable(f"rank {self._own_id} is being stopped")
@@ -106,13 +105,14 @@ class Intake:
             raise Unavailable(f"rank {self._own_id} takes requests again, but etcd could not be told")
 
     async def stop(self, at_once: bool) -> None:
-        """Drain for good; return when nothing runs. `at_once` refuses before the routers have heard."""
+        """Drain for good and return when nothing runs. `at_once` does not wait until the routers are
+        notified."""
         self._stopping = True
         self._closed = self._closed or at_once
         await self.drain()
 
     async def _close(self, again: bool) -> None:
-        """Close; `again` tells the routers where they could not be told, unless the drain has been undone."""
+        """Close. `again` notifies the routers once more if that failed before, unless the drain is undone."""
         async with self._changing:
             if again and not self.draining:
                 return
@@ -136,15 +136,15 @@ class Intake:
             self._settled.set()
 
     async def _say(self, draining: bool) -> bool:
-        """Return whether the routers know, of whom not all need to have heard yet."""
+        """Return whether the routers are notified, which does not mean that all of them have read it."""
         if self._told is not draining:
-            self._told = None  # It may get through and be lost on the way back.
+            self._told = None  # The write may succeed and its answer be lost.
             if await self.tell(draining):
                 self._told = draining
         return self._told is draining
 
     async def _through(self, change: Coroutine[Any, Any, None]) -> None:
-        """Make the change to its end, though whoever asked may leave before it is done."""
+        """Complete the change even if the caller is cancelled before it is done."""
         task = asyncio.create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -187,7 +187,7 @@ class Operations(rank_pb2_grpc.RankServicer):
         self, request: rank_pb2.UndrainRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.UndrainResponse:
         self._intake.check_life(request.generation)
-        if not self._intake.is_stopping:  # It leaves in any case.
+        if not self._intake.is_stopping:  # Otherwise it leaves anyway.
             self._leaving.undo()
         await self._intake.undrain()
         return rank_pb2.UndrainResponse()

@@ -1,11 +1,12 @@
-"""A rank that leaves asks others to take over what it has cached, and keeps its copy until it ends.
+"""A rank that leaves lets others take over what it has cached, and keeps its own copy until it ends.
 
     drained, or stopped --> what is idle is offered --> nothing runs --> what ended meanwhile is offered
                               |--undrain: the rest is not offered
-                              `--the time is over, nobody has room: it is left, and goes with the rank
+                              `--the time is over, or no rank has space: the rest is lost with this rank
 
-Who may take it is read from etcd, once for each of the two rounds. Who takes it pulls it as for a request
-(engine/paged/pulls.py): no bytes go another way. kv/hand_over.py says what is offered to whom.
+The ranks that may take it are read from etcd, once for each of the two rounds. They pull it in the same way
+as for a request (engine/paged/pulls.py), so there is no second way for KV. kv/hand_over.py decides what is
+offered to whom.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 Successors = Callable[[], Awaitable[list[Registration]]]
 
-# A successor that is busy is asked again after this, and after twice as long each time that it still is.
+# A busy successor gets the offer again after this time, then each time after twice as long while it is busy.
 _BUSY_S, _LONGEST_BUSY_S = 0.05, 1.0
 _ANSWER_S = 1.0
 
@@ -46,13 +47,13 @@ _ANSWER_S = 1.0
 class HandOverProgress:
     handed_tokens: int = 0
     handed_bytes: int = 0
-    cut_tokens: int = 0  # They are the ends of prefixes for which there was not room enough.
-    left_tokens: int = 0  # They include those.
+    cut_tokens: int = 0  # the ends of prefixes that did not fit
+    left_tokens: int = 0  # all that is not handed over, these ends included
     successors: int = 0
 
 
 class Leaving:
-    """Each rank has one; `begin` may be called again, and after `undo`."""
+    """Each rank has one; `begin` may be called again, also after `undo`."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class Leaving:
         return f"<Leaving {self._progress}>"
 
     def knows(self, address: RankAddress, successors: Successors) -> None:
-        """Note its own address, which its registration has, and who says which ranks there are."""
+        """Set the address of this rank's registration, and the function that lists the other ranks."""
         self._address, self._successors = address, successors
 
     def begin(self, hand_over_s: float | None = None) -> None:
-        """Have others take over for so long; None stands for the rank's own setting, 0 for not at all."""
+        """Let others take over for so many seconds; None means the rank's own setting, and 0 means never."""
         limit_s = self._hand_over_s if hand_over_s is None else hand_over_s
         if limit_s <= 0 or self._hands_over is None or self._successors is None or self._task is not None:
             return
@@ -91,14 +92,14 @@ class Leaving:
         self._task = asyncio.create_task(run, name="hand-over")
 
     async def ended(self, *, nothing_more_ends: bool = False) -> None:
-        """Return when it is over, or was never begun. `nothing_more_ends`: requests get no more time."""
+        """Return when the hand-over is over or was never begun. `nothing_more_ends`: do not wait for
+        requests."""
         if nothing_more_ends:
             self._nothing_more_ends.set()
         if self._task is not None:
             await asyncio.wait({self._task})
 
     def undo(self) -> None:
-        """Offer nothing more, for the rank stays; what others have taken over they keep."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -110,7 +111,7 @@ class Leaving:
             await asyncio.wait({task})
 
     def told(self) -> rank_pb2.HandOver | None:
-        """Return how far it is; None where nothing is handed over."""
+        """Return the progress, or None where nothing is handed over."""
         if self._task is None:
             return None
         progress = self._progress
@@ -130,11 +131,11 @@ class Leaving:
             left_s = limit_s - await self._round(hands_over, successors, limit_s)
             if intake.num_running and not self._nothing_more_ends.is_set():
                 await self._until_nothing_runs()
-            if intake.num_ended > ended_before:  # In the first round, perhaps, or while it waited.
+            if intake.num_ended > ended_before:  # They ended in the first round or during the wait.
                 await self._round(hands_over, successors, left_s)
         except IsthmusError as error:
             log_lines.event(log, "hand_over_failed", level=logging.WARNING, reason=str(error))
-        except Exception:  # This is our own mistake, and no reason not to drain.
+        except Exception:  # It is a defect of ours, which must not prevent the drain.
             log.exception("hand_over_broken")
         self.metrics.ended(progress.handed_tokens, progress.left_tokens)
         log_lines.event(
@@ -159,9 +160,9 @@ class Leaving:
                 wait.cancel()
 
     async def _round(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> float:
-        """Offer what is idle and has not been taken yet; return how long that took.
+        """Offer what is idle and not taken yet, and return how many seconds that took.
 
-        Raises Unavailable when nobody says which ranks there are, or the engine what it has.
+        Raises Unavailable when the ranks cannot be listed, or the engine does not say what it has.
         """
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -197,7 +198,7 @@ class Leaving:
 
 
 async def _listed(hands_over: HandsOver, limit_s: float) -> list[IdlePrefix]:
-    """Return what is idle. Raises Unavailable where the engine, which may have crashed, does not answer."""
+    """Return what is idle. Raises Unavailable where the engine does not answer; it may have crashed."""
     try:
         async with asyncio.timeout(limit_s):
             return await hands_over.idle_prefixes()
@@ -220,7 +221,7 @@ class _Round:
         self._deadline_s = deadline_s
         self._stack = stack
         self._channels: dict[RankAddress, grpc.aio.Channel] = {}
-        self._busy_s: dict[RankAddress, float] = {}  # The next wait of a successor that was busy.
+        self._busy_s: dict[RankAddress, float] = {}  # the next wait for each successor that was busy
         self._plan = HandOver(prefixes, [rank.address for rank in ranks])
 
     async def run(self) -> None:
@@ -236,7 +237,7 @@ class _Round:
                     for task in done:
                         task.result()
         except TimeoutError:
-            return  # What is left has been counted as such.
+            return  # The rest has been counted in left_tokens.
         finally:
             for task in asked:
                 task.cancel()
@@ -269,7 +270,7 @@ class _Round:
             self._plan.failed(prefix, is_out=False)
 
     async def _ask(self, prefix: IdlePrefix, successor: RankAddress, token_ids: tuple[int, ...]) -> TakenOver:
-        """Raises what the call failed with, and ProtocolError where its answer is none."""
+        """Send the offer. Raises the error of the call, and ProtocolError if its answer is malformed."""
         within_s = self._deadline_s - asyncio.get_running_loop().time()
         if within_s <= 0:
             raise Unavailable("the time is over")

@@ -1,12 +1,12 @@
-"""Every rank process does this around its engine, in either role:
+"""This is the process around an engine, in either role. Every rank process does this:
 
     /metrics served -> engine started -> gRPC server bound -> registered in etcd, events published -> SERVING
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> others have taken over what is cached here (leaving.py) -> deregistered -> engine stopped
 
-`python -m services.decode --dp-size=N` is a supervisor; each rank is the same module with `--rank-index`.
-With an engine that has all DP ranks in one (sglang) there is one such process, with a server, a registration
-and a port for each rank. A rank's generation is drawn at each start.
+`python -m services.decode --dp-size=N` starts a supervisor, and each rank runs the same module with
+`--rank-index`. An engine that has all DP ranks in one process (sglang) has one such process, with a server, a
+registration and a port for each rank. A rank draws a new random generation at each start.
 """
 
 import asyncio
@@ -57,16 +57,14 @@ from services.wire.isthmus.v1 import rank_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-# A rank has so long to stop its engine after the grace of its requests, before its supervisor kills it.
+# After the grace of its requests a rank has so long to stop its engine before its supervisor kills it.
 _AFTER_GRACE_S = 15.0
-# A rank with a hanging thread has so long once that is noticed: less than decode's fence margin.
+# A rank ends so long after a hanging thread is noticed. It must be less than decode's fence margin.
 _HUNG_END_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """A role has these servicers, once the engine stands."""
-
     register: Callable[[grpc.aio.Server], None]
     names: Sequence[str]
     intake: Intake
@@ -78,12 +76,12 @@ class RankRole:
     role: Role
     engine: Engine
     make_services: Callable[[CollectorRegistry], Services]
-    capabilities: tuple[str, ...] = ()  # The routers are told of them.
+    capabilities: tuple[str, ...] = ()  # Its registration reports them to the routers.
 
 
 @dataclass(frozen=True, slots=True)
 class ServedMetrics:
-    """A rank serves /metrics: of its process alone until there is an engine."""
+    """This is the /metrics page of a rank; before the engine has started it shows only the process."""
 
     registry: CollectorRegistry
     port: int
@@ -91,7 +89,7 @@ class ServedMetrics:
 
 @dataclass(frozen=True, slots=True)
 class OpenRank:
-    """This rank serves and is registered. `failed` is set when it can never work again."""
+    """`failed` is set when the rank can never work again."""
 
     address: RankAddress
     engine: Engine
@@ -102,10 +100,10 @@ class OpenRank:
     failed: asyncio.Event
 
     async def drain(self, grace_s: float | None = None) -> None:
-        """Tell the routers that it stops; return when nothing is running, or after `grace_s`, and others have
-        taken over what they could.
+        """Report to the routers that it stops, and return when nothing runs, or after `grace_s`.
 
-        What comes to a rank that has failed before they hear of it cannot be served, and is refused at once.
+        It also waits until others have taken over what they can. Requests that still come to a failed rank,
+        from routers that have not been notified yet, are refused at once, since it cannot serve them.
         """
         if not self.failed.is_set():
             self.leaving.begin()
@@ -115,7 +113,7 @@ class OpenRank:
         except TimeoutError:
             log.warning("drain_timed_out grace_s=%g", grace_s)
         if self.failed.is_set():
-            self.leaving.undo()  # Its engine answers nobody.
+            self.leaving.undo()  # Its engine does not answer any more.
         await self.leaving.ended(nothing_more_ends=True)
 
 
@@ -123,7 +121,7 @@ MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
 
 
 def main(module: str, make_roles: MakeRoles) -> None:
-    """Run the command of a worker: `module` is what `python -m` names, for the ranks' own processes."""
+    """Run the command of a worker. `module` is what `python -m` runs for the processes of its ranks."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     keep_to_loopback(config.host)
@@ -134,22 +132,22 @@ def main(module: str, make_roles: MakeRoles) -> None:
         if config.rank_index is None:
             sys.exit(supervise(config, module, held))
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
-        config.certificates()  # What cannot work is refused before torch is imported.
+        config.certificates()  # Certificates that cannot work are refused before torch is imported.
         config = config if config.kv_pages else with_pool(config)
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
         try:
             asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon))
-        except RankFailed as error:  # Its stack tells nothing.
+        except RankFailed as error:  # Its stack explains nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
 
 
 def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
-    """Run every rank of a worker as a process of its own; return the exit code. `held` holds their ports."""
+    """Run each rank of a worker as its own process, and return the exit code. `held` reserves their ports."""
     log_lines.log_service(config.worker, config.log_level, config.log_format)
-    config.certificates()  # Its ranks would refuse them one by one.
+    config.certificates()  # Otherwise each of its ranks would refuse them.
     _warn_of_strangers(config)
     config = with_pool(config)
     num_processes = config.dp_size // config.ranks_per_process
@@ -157,11 +155,11 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
         "port": _ports(config, config.port, num_processes, held),
         "metrics-port": _ports(config, config.metrics_port, num_processes, held),
     }
-    if config.ranks_per_process > 1:  # Each process chooses for its ranks.
+    if config.ranks_per_process > 1:  # Each process chooses the ports of its ranks.
         flags_by_rank = {"port": [config.port], "metrics-port": [config.metrics_port]}
     if inherited := _tier_memory(config, num_processes, held):
         flags_by_rank["kv-tier-fd"] = inherited
-    # Probes ask the supervisor, and it the ranks.
+    # Probes call the supervisor, which calls the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
     grace_s = config.grace_s + config.hand_over_s + _AFTER_GRACE_S
@@ -177,8 +175,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
 
 
 def _tier_memory(config: RankConfig, num_ranks: int, held: ExitStack) -> list[int]:
-    """Return an open file of memory for each rank, if they are to have such a tier: it outlives their
-    processes."""
+    """Return an open memory file for each rank with a memory tier, so that the tier outlives its process."""
     fds = (
         [os.memfd_create(f"isthmus-tier-{n}") for n in range(num_ranks)] if config.tiers.memory_bytes else []
     )
@@ -188,7 +185,10 @@ def _tier_memory(config: RankConfig, num_ranks: int, held: ExitStack) -> list[in
 
 
 def _warn_of_strangers(config: RankConfig) -> None:
-    """A rank asks for no API key: whoever reaches it commands it, unless TLS tells services from others."""
+    """Warn that a rank accepts commands from everybody who can reach it.
+
+    It requires no API key, so only mutual TLS with a peer name can tell the cluster's services from others.
+    """
     tls = config.tls()
     if is_loopback(config.host) or (tls is not None and tls.peer_name):
         return
@@ -201,23 +201,23 @@ def _warn_of_strangers(config: RankConfig) -> None:
 
 
 def with_pool(config: RankConfig) -> RankConfig:
-    """Return the settings with a number of pages that the worker's ranks can have.
+    """Return the settings with a number of pages that fits the memory of the worker's ranks.
 
-    It is the requested one, or what memory has room for; where that is not for us to say, none is set. Raises
-    ConfigError and Unavailable as `pool_pages`.
+    It is the configured number, or as many as fit. Where the memory is not known to us, the settings are
+    unchanged. Raises ConfigError and Unavailable as `pool_pages` does.
     """
     ranks = ranks_memory(config, read_config(config.model))
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
     if ranks is None or free_bytes is None or total_bytes is None:
         return config
     tier_bytes = config.tiers.memory_bytes * ranks.count
-    if tier_bytes >= free_bytes:  # It would be killed while it takes them.
+    if tier_bytes >= free_bytes:  # The process would be killed while it allocates them.
         message = f"--kv-tier: {tier_bytes} bytes of memory do not fit into {free_bytes} that are free"
         raise (ConfigError if tier_bytes >= total_bytes else Unavailable)(message)
     free_bytes -= tier_bytes
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
-        pool_pages([ranks], free_bytes, total_bytes)  # This refuses what does not fit.
+        pool_pages([ranks], free_bytes, total_bytes)  # This raises an error if they do not fit.
     log_lines.event(log, "kv_pool", pages=pages, bytes_of_each=pages * ranks.page_bytes, free=free_bytes)
     return replace(config, kv_pages=pages)
 
@@ -227,7 +227,8 @@ def own_rank_id(config: RankConfig) -> RankId:
 
 
 def rank_configs(config: RankConfig, held: ExitStack) -> list[RankConfig]:
-    """Return the settings of each rank of this process, with its index and its ports, which `held` holds."""
+    """Return the settings of each rank of this process, with its index and its ports, which `held`
+    reserves."""
     if config.ranks_per_process == 1:
         return [config]
     ports = _ports(config, config.port, config.dp_size, held)
@@ -249,13 +250,13 @@ async def run_ranks(
     notifier: Notifier | None = None,
     end_soon: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, or until one of the ranks fails. Raises ConfigError, Unavailable as open_rank."""
+    """Serve until SIGTERM, or until a rank fails. Raises ConfigError and Unavailable as open_rank does."""
     notifier, stopping = notifier or Notifier(), signals.stop_on_signals()
     poller.start()
     async with AsyncExitStack() as stack:
         beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
         stack.callback(beating.cancel)
-        # All are served before the first engine starts: with SGLang that one's start is everybody's.
+        # All pages are served before the first engine starts, as with SGLang it starts those of all ranks.
         pages = [
             await stack.enter_async_context(serving_metrics(config, role.role, own_id))
             for config, own_id, role in zip(configs, own_ids, roles, strict=True)
@@ -264,7 +265,7 @@ async def run_ranks(
         ranks = []
 
         def waits() -> None:
-            _keep_for_good()  # Nobody asks for anything yet.
+            _keep_for_good()  # No requests come yet.
             notifier.waits()
 
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
@@ -297,9 +298,9 @@ async def run_ranks(
 
 
 def _keep_for_good() -> None:
-    """Freeze what there is now: modules and a model never become garbage.
+    """Exclude all present objects from garbage collection: modules and a model never become garbage.
 
-    Looking through them would hold up every token by a tenth of a second and more, from time to time.
+    To scan them would delay every running request by a tenth of a second and more, from time to time.
     """
     gc.collect()
     gc.freeze()
@@ -324,8 +325,7 @@ def _tell_ready(rank: OpenRank, role: RankRole) -> None:
 
 @asynccontextmanager
 async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> AsyncIterator[ServedMetrics]:
-    """Serve /metrics from before the engine starts: a model may load for longer than a process may be out of
-    sight.
+    """Serve /metrics before the engine starts, since the process must be observable while a model loads.
 
     Raises ConfigError when the address cannot be bound.
     """
@@ -351,12 +351,12 @@ async def open_rank(
     waits: Callable[[], None] = lambda: None,
     end_soon: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[OpenRank]:
-    """Open a rank from its engine's start to its engine's stop.
+    """Run a rank from its engine's start to its engine's stop.
 
     It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd is
-    missing, `end_soon` when a thread of the engine's hangs.
+    missing, and `end_soon` when a thread of the engine hangs.
 
-    Raises ConfigError, Unavailable where another start may do, and StoppedEarly.
+    Raises ConfigError, Unavailable where another start may work, and StoppedEarly.
     """
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
@@ -398,7 +398,8 @@ def _register(services: Services, operations: Operations, server: grpc.aio.Serve
 
 
 class StoppedEarly(Exception):
-    """SIGTERM came while the engine was starting, which is undone: a model may load for many minutes."""
+    """SIGTERM came while the engine was starting. The start is cancelled, as a model may load for many
+    minutes."""
 
 
 async def _start(engine: Engine, stopping: asyncio.Event) -> None:
@@ -425,7 +426,7 @@ def _process_labels(config: RankConfig, role: Role, own_id: RankId) -> dict[str,
 
 
 class RankFailed(Exception):
-    """The process ends with an error, so that the supervisor starts a new incarnation."""
+    """The process ends with this error, so that the supervisor starts a new incarnation."""
 
 
 async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[[], None]) -> None:
@@ -435,7 +436,7 @@ async def _note_crash(engine: Engine, failed: asyncio.Event, end_soon: Callable[
 
 
 def _end_soon() -> None:
-    """End the process, or have it ended: no thread of it may write when others think that it is gone."""
+    """End the process within `_HUNG_END_S`: no thread may write after others have given the process up."""
     faulthandler.dump_traceback_later(_HUNG_END_S, exit=True)
 
 
@@ -450,7 +451,7 @@ async def _join(
 ) -> Membership:
     """Register and publish in the background, until the stack is closed.
 
-    It waits for the registration, in vain once the rank has failed or `stopping` is set.
+    It returns once the rank is registered or has failed, or `stopping` is set.
     """
     etcd = await stack.enter_async_context(
         Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
@@ -465,7 +466,7 @@ async def _join(
     )
     registry.register(MembershipCollector(membership))
     task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
-    # The schema differs, or a later incarnation is in our place: waiting would mend neither.
+    # The schema differs, or a later incarnation has our place. Waiting would help with neither.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
     waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping, failed)}
     await asyncio.wait({task, *waits}, return_when=asyncio.FIRST_COMPLETED)

@@ -20,8 +20,6 @@ _NOT_SGLANG = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig(EngineConfig):
-    """These are the settings of a prefill or decode worker and of its ranks."""
-
     worker: str = setting(help="name of this worker, unique in the cluster")
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     restart_timeout_s: float | None = setting(

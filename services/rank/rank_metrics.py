@@ -1,4 +1,5 @@
-"""A rank shows Prometheus its load, read when scraped, its requests' ends, and what its role alone has."""
+"""These are a rank's Prometheus metrics: its load, read when scraped, its requests' ends, and those of its
+role."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, PrefillResult, Pulled
 
 _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
-# They end where a request's wait may: at the routers' --max-wait-s.
+# The last bucket ends at the longest wait of a request, the routers' --max-wait-s.
 SECONDS = (*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -35,7 +36,7 @@ class RequestMetrics:
             registry=registry,
         )
         self._outcome = cache(self._requests.labels)
-        self._outcome("finished")  # Alerts compare with it from the beginning.
+        self._outcome("finished")  # Alerts need it from the start.
         self._transfer_failures = Counter(
             "isthmus_transfer_failures",
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",
@@ -62,7 +63,7 @@ class RequestMetrics:
         self._pull_seconds = Histogram(
             "isthmus_pull_seconds",
             "A source asked until its KV was there, or it was given up.",
-            buckets=(*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0),  # None is waited for longer.
+            buckets=(*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0),  # A rank does not wait longer.
             registry=registry,
         )
 
@@ -95,7 +96,6 @@ class RequestMetrics:
 
 
 def _kv_paths(paths: Sequence[KvPath]) -> Metric:
-    """Return the metric, without a sample where nothing was written yet."""
     metric = GaugeMetricFamily(
         "isthmus_kv_path",
         "1 for each way by which this rank has written KV: kind is rdma, tcp, cuda_ipc, shared_memory or "
@@ -108,7 +108,8 @@ def _kv_paths(paths: Sequence[KvPath]) -> Metric:
 
 
 def _carried(load: RankLoad) -> Iterator[Metric]:
-    """Yield metrics, without a sample where the model's layers are all full attention."""
+    """Yield the metrics of per-request state, without a sample where all layers of the model are full
+    attention."""
     units = GaugeMetricFamily(
         "isthmus_carried_units",
         "Pages of windows, or states, in the pools beside full attention's, free or used; group is the "
@@ -132,7 +133,6 @@ def _carried(load: RankLoad) -> Iterator[Metric]:
 
 
 def _drafts(load: RankLoad) -> Iterator[Metric]:
-    """Yield metrics, without a sample where nothing was drafted."""
     drafted = CounterMetricFamily(
         "isthmus_drafted_tokens",
         "Tokens that were drafted and verified, by source: lookup (the request's own text), tree and ngrams "
