@@ -1,16 +1,16 @@
-"""A copy brings blocks from the pool down to a slab, up again, or from one slab to the next.
+"""A copy moves blocks from the pool to a slab, back into the pool, or from one slab to the next.
 
-The tier's thread runs it; who wants it may stop it at any time:
+The tier's thread runs it, and the engine may stop it at any time:
 
-    engine's thread        stop() ......... returns once no page of the pool is touched any more
+    engine's thread        stop() ......... returns once the copy touches no page of the pool any more
     tier's thread    run:  read, compare digests, [lock: copy one block, unless stopped], and so on
 
-A copy between a slab and the pool goes through a buffer of the tier's own, and only the last step, from
-memory to memory, is under the lock. So a disk that never answers holds no page of the pool, and an eviction,
-a retraction or the end of a request waits for a copy of one block at the most.
+A copy between a slab and the pool goes through a buffer of the tier's own, and only the step from memory to
+memory holds the lock. So a disk that never answers blocks no page of the pool, and an eviction, a retraction
+or the end of a request waits at most for the copy of one block.
 
-Rule 1: nothing of a slot comes into a page before its digest has been compared.
-Rule 2: a page that is lent anew is copied from no more: its copy down is stopped before.
+Rule 1: bytes of a slot are written to a page only after their digest has been compared. Rule 2: the copy of a
+page to a slab is stopped before the page is allocated to another request.
 """
 
 import ctypes
@@ -31,8 +31,6 @@ Clock = Callable[[], float]
 
 
 class Staging:
-    """It is a slot's worth of bytes of the tier's thread, between the slabs and the pool."""
-
     def __init__(self, slot_bytes: int, page_bytes: int, pool: PoolMemory) -> None:
         self._page_bytes = page_bytes
         self._pool_address = pool.base_address
@@ -41,12 +39,11 @@ class Staging:
         self.bytes = memoryview(buffer).cast("B")
 
     def take(self, pages: Sequence[PageId]) -> None:
-        """Copy pages of the pool here."""
         for index, page in enumerate(pages):
             ctypes.memmove(self._address + index * self._page_bytes, self._of(page), self._page_bytes)
 
     def give(self, pages: Sequence[PageId], first: int) -> None:
-        """Copy the block's pages from the `first` on into these of the pool."""
+        """Copy the block's pages from `first` on into these pages of the pool."""
         for index, page in enumerate(pages, start=first):
             ctypes.memmove(self._of(page), self._address + index * self._page_bytes, self._page_bytes)
 
@@ -55,15 +52,13 @@ class Staging:
 
 
 class Copy:
-    """It is one job of the tier's thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stopped = False
         self.error: OSError | None = None
 
     def stop(self) -> None:
-        """Touch no page of the pool any more, from when this returns on."""
+        """Stop the copy; it touches no page of the pool after this returns."""
         with self._lock:
             self._stopped = True
 
@@ -72,19 +67,19 @@ class Copy:
         return self._stopped
 
     def _with_pool(self, copy: Callable[[], None]) -> bool:
-        """Copy from or to the pool, unless it has been stopped."""
+        """Copy from or to the pool unless the job is stopped; return whether it was copied."""
         with self._lock:
             if not self._stopped:
                 copy()
             return not self._stopped
 
     def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
-        """Do it. What fails is noted, and raised nowhere."""
+        """Do the job. A failure is noted in `error` and never raised."""
         raise NotImplementedError
 
 
 class Store(Copy):
-    """It brings one block from its pages into its slot. `digest` is set where that worked."""
+    """It copies one block from its pages into its slot. `digest` is set if that worked."""
 
     def __init__(self, block: Block, pages: Sequence[PageId]) -> None:
         super().__init__()
@@ -103,8 +98,6 @@ class Store(Copy):
 
 
 class Move(Copy):
-    """It brings one block from its slot into another tier's."""
-
     def __init__(self, block: Block) -> None:
         super().__init__()
         assert block.moves_to is not None
@@ -126,14 +119,14 @@ class Move(Copy):
 class LoadEnd(Enum):
     WHOLE = "whole"
     STOPPED = "stopped"
-    SLOW = "slow"  # What was left would have been computed sooner.
+    SLOW = "slow"  # To compute the rest takes less time.
     CORRUPT = "corrupt"
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """These pages of a block are wanted, from its `first` on."""
+    """These are the pages into which a block is copied, from the block's page `first` on."""
 
     block: Block
     place: Place
@@ -144,7 +137,7 @@ class CopyPiece:
 
 @dataclass(frozen=True, slots=True)
 class CopyPace:
-    """It is what reading is compared with: `tokens` of each piece would be computed instead."""
+    """Reading goes on only while it is faster than computing; each piece saves the computing of `tokens`."""
 
     tokens: int
     computed_tokens_per_s: float
@@ -152,15 +145,14 @@ class CopyPace:
 
 
 class LoadCopy(Copy):
-    """It brings blocks up into pages, in order; the first `num_done` have come at any time."""
+    """It copies blocks into pages, in order. The first `num_done` of them are complete at any time."""
 
     def __init__(self, pieces: Sequence[CopyPiece], pace: CopyPace) -> None:
         super().__init__()
         self.pieces = tuple(pieces)
         self.num_done = 0
-        self.read_s: dict[int, float] = defaultdict(
-            float
-        )  # The seconds are those of each tier, by its place.
+        # The seconds and the bytes are counted by tier.
+        self.read_s: dict[int, float] = defaultdict(float)
         self.read_bytes: dict[int, int] = defaultdict(int)
         self.end = LoadEnd.STOPPED
         self._pace = pace
@@ -206,5 +198,4 @@ def record_of(block: Block) -> Stored:
 
 
 def is_whole(content: memoryview, digest: int) -> bool:
-    """Return whether a slot's bytes are those that were written."""
     return digest_of(content) == digest

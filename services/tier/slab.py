@@ -1,12 +1,12 @@
-"""A slab is one file of equal slots behind a table of records, in memory or on a disk, with one format.
+"""A slab is a file of equal slots after a table of records. It has one format, in memory and on a disk.
 
     header   magic, TIER_FORMAT, layout id, bytes of a slot, slots, XXH3 of these
     table    64 bytes a slot: key 16 | parent 16 | index hash 8 | digest 8 | sequence 8 | XXH3 of these 56
-    slots    a block's pages each, as they lie in the pool
+    slots    the pages of one block each, as they are in the pool
 
-It is allocated at the start, so it is full then or never. A payload is written before its record, and nothing
-is synced: a slot torn by a crash has another digest than its record says, and counts as not held. A file is
-mode 0600, for KV is as secret as the prompt that it was computed from.
+The whole file is allocated at the start, so a full disk is noticed then or never. A payload is written before
+its record, and nothing is synced: a slot that a crash left incomplete has another digest than its record, and
+counts as empty. A file has mode 0600, because KV is as secret as the prompt from which it was computed.
 """
 
 import errno
@@ -41,12 +41,12 @@ _TABLE_READ = 1 << 20
 
 
 class SlabInUse(Exception):
-    """Another life of the rank has it still."""
+    """Another incarnation of the rank still uses the slab."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileCalls:
-    """These calls of the system may fail; tests have them fail."""
+    """Tests replace these system calls with some that fail."""
 
     pread: Callable[[int, Sequence[Any], int], int] = os.preadv
     pwrite: Callable[[int, Sequence[Any], int], int] = os.pwritev
@@ -61,7 +61,7 @@ class SlabShape:
 
     @classmethod
     def fitting(cls, layout_id: bytes, slot_bytes: int, size_bytes: int) -> "SlabShape":
-        """Return the one with most slots that takes no more. Raises ConfigError where not one fits."""
+        """Return the shape with the most slots that fit. Raises ConfigError if not even one fits."""
         if size_bytes > _MOST_BYTES:
             raise ConfigError(f"--kv-tier: no file has {size_bytes} bytes")
         num_slots = max(0, (size_bytes - 2 * _PAGE) // (slot_bytes + _RECORD.size))
@@ -71,7 +71,7 @@ class SlabShape:
 
     @classmethod
     def read(cls, header: bytes) -> "SlabShape | None":
-        """Return what a file's header says; None where that is no slab of this format."""
+        """Return the shape in a file's header, or None where it is not a slab of this format."""
         if len(header) < _HEADER.size:
             return None
         magic, version, layout_id, slot_bytes, num_slots, _ = _HEADER.unpack_from(header)
@@ -94,10 +94,10 @@ class SlabShape:
 
 
 class Slab:
-    """One thread reads and writes it. `close` gives it up to the next life."""
+    """Only one thread reads and writes it. `close` releases it for the next incarnation of the rank."""
 
     def __init__(self, name: str, fd: int, shape: SlabShape, calls: FileCalls = FileCalls()) -> None:
-        """Take over a file that is locked and allocated; what another layout has left is forgotten.
+        """Take over a file that is locked and allocated; a table of another layout is emptied.
 
         Raises OSError.
         """
@@ -113,7 +113,7 @@ class Slab:
         return f"Slab({self.name} {self.shape.num_slots} x {self.shape.slot_bytes})"
 
     def records(self) -> list[Stored]:
-        """Return what the table says, without records that are torn or empty. Raises OSError."""
+        """Return the records of the table that are neither incomplete nor empty. Raises OSError."""
         table = bytearray(self.shape.num_slots * _RECORD.size)
         for start in range(0, len(table), _TABLE_READ):
             self._pread(memoryview(table)[start : start + _TABLE_READ], _PAGE + start)
@@ -121,14 +121,13 @@ class Slab:
         return [stored for stored in found if stored is not None]
 
     def write(self, slot: int, payload: memoryview, record: Stored) -> int:
-        """Write a slot, then its record; return the digest. Raises OSError: the slot holds nothing then."""
+        """Write a slot, then its record, and return the digest. Raises OSError; the slot is empty then."""
         digest = digest_of(payload)
         self._pwrite(payload, self._at(slot))
         self._pwrite(_packed(replace(record, digest=digest)), _PAGE + slot * _RECORD.size)
         return digest
 
     def read(self, slot: int, buffer: memoryview) -> None:
-        """Fill the buffer with a slot. Raises OSError, also where the file ends before."""
         self._pread(buffer, self._at(slot))
 
     def close(self) -> None:
@@ -143,7 +142,7 @@ class Slab:
         return bytes(header)
 
     def _format(self) -> None:
-        """Empty the table before the header says whose it is."""
+        """Empty the table before the header is written that makes it valid."""
         self._pwrite(bytes(_HEADER.size), 0)
         for start in range(_PAGE, self.shape.slots_at, _TABLE_READ):
             self._pwrite(bytes(min(_TABLE_READ, self.shape.slots_at - start)), start)
@@ -166,11 +165,11 @@ class Slab:
 
 
 def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
-    """Open the slab of one rank and layout, and make it where there is none.
+    """Open the slab of one rank and layout, and create it if needed.
 
     Raises:
-        ConfigError: there is no room for it, the directory cannot be written, or the file is not ours alone.
-        SlabInUse: another process has it.
+        ConfigError: it does not fit, the directory cannot be written, or others may access the file.
+        SlabInUse: another process uses it.
     """
     path = directory / shape.layout_id.hex() / rank / _NAME
     try:
@@ -192,7 +191,7 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
 
 
 def _keep_to_ourselves(path: Path, fd: int) -> None:
-    """Raises ConfigError where somebody else may read or write what is in the file."""
+    """Allow access to the owner only. Raises ConfigError if it is not a regular file of this user."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise ConfigError(f"--kv-tier: {path} is no file of the user that the rank runs as")
@@ -200,7 +199,7 @@ def _keep_to_ourselves(path: Path, fd: int) -> None:
 
 
 def slab_files(directory: Path) -> list[Path]:
-    """Return the files of ranks in a directory of --kv-tier, or in the directory of one layout in it."""
+    """Return the ranks' files in a directory of --kv-tier, or in the directory of one layout in it."""
     directory = directory.resolve()
     in_layout = re.fullmatch(_LAYOUT, directory.name) is not None
     found = directory.glob(f"*/{_NAME}" if in_layout else f"*/*/{_NAME}")
@@ -213,8 +212,10 @@ def slab_files(directory: Path) -> list[Path]:
 
 @contextmanager
 def looking_at(path: Path) -> Iterator[tuple[Slab | None, bool]]:
-    """Open a rank's file to read it, without a lock; yield None where it is no slab of this format, and
-    whether a rank has it. Raises OSError."""
+    """Open a rank's file to read it without a lock. Raises OSError.
+
+    It yields the slab, or None if the file is not a slab of this format, and whether a rank uses it.
+    """
     fd = os.open(path, _LOOK)
     try:
         shape = SlabShape.read(os.pread(fd, _HEADER.size, 0))
@@ -227,16 +228,16 @@ def looking_at(path: Path) -> Iterator[tuple[Slab | None, bool]]:
 
 
 def remove(path: Path) -> bool:
-    """Remove a rank's file, and its directory if that is all there is in it.
+    """Remove a rank's file, and its directory if that is empty then.
 
-    Returns False where a rank has it, or it is no slab at all. Raises OSError.
+    Returns False where a rank uses it, or it is not a slab. Raises OSError.
     """
     fd = os.open(path, _LOOK)
     try:
         is_slab = os.pread(fd, len(_MAGIC), 0) in (_MAGIC, b"", bytes(len(_MAGIC)))
         if not is_slab or not _takes_lock(fd, fcntl.LOCK_EX):
             return False
-        path.unlink()  # A rank that opens it now waits for the lock, and sees that it is gone.
+        path.unlink()  # A rank that opens it now waits for the lock, then finds it removed.
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
         return True
@@ -245,13 +246,13 @@ def remove(path: Path) -> bool:
 
 
 def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
-    """Open the slab in a memfd that a supervisor holds, or with None in one that ends with this process.
+    """Open the slab in a memfd that a supervisor holds; with None it is in one that ends with this process.
 
-    Raises ConfigError and SlabInUse as open_file.
+    Raises ConfigError and SlabInUse as open_file does.
     """
     if fd is None:
         own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
-    else:  # It is opened anew, for a lock is the open file's, which the supervisor shares.
+    else:  # A lock belongs to the open file, which the supervisor shares, so it is opened once more.
         try:
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -269,7 +270,8 @@ def _takes_lock(fd: int, kind: int) -> bool:
 
 
 def _lock(name: str, fd: int) -> None:
-    """Wait a moment for who only looks at it or removes it. Raises SlabInUse, and the file is closed then."""
+    """Lock the file, and wait a moment for commands that read or remove it. Raises SlabInUse and closes
+    it."""
     deadline_s = time.monotonic() + _LOOKS_END_S
     while not _takes_lock(fd, fcntl.LOCK_EX):
         if time.monotonic() >= deadline_s:
@@ -280,7 +282,7 @@ def _lock(name: str, fd: int) -> None:
 
 def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
     try:
-        # A life that was killed before it had written the header may have left holes.
+        # An incarnation that was killed before it wrote the header may have left holes in the file.
         if os.fstat(fd).st_size != shape.size_bytes or os.pread(fd, _HEADER.size, 0) != shape.header:
             _allocate(fd, shape.size_bytes, calls)
         return Slab(name, fd, shape, calls)
@@ -290,7 +292,6 @@ def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab
 
 
 def _allocate(fd: int, size_bytes: int, calls: FileCalls) -> None:
-    """Give the file its size and its room. Raises OSError, and the file is empty then."""
     try:
         os.ftruncate(fd, size_bytes)
         calls.allocate(fd, 0, size_bytes)

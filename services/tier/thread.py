@@ -1,4 +1,4 @@
-"""The tier's thread runs one copy at a time, those that requests wait for first.
+"""The tier's thread runs one copy at a time; those that requests wait for (reads) come first.
 
 engine's thread --reads, writes (bounded)--> [ reads | writes ] --> tier's thread --done--> engine's thread
 """
@@ -35,11 +35,9 @@ class TierThread:
 
     @property
     def num_writes(self) -> int:
-        """Return how many copies down wait."""
         return len(self._writes)
 
     def submit(self, copy: Copy) -> bool:
-        """Queue a copy; return False where too many wait already."""
         is_read = isinstance(copy, LoadCopy)
         queue, most = (self._reads, _MOST_READS) if is_read else (self._writes, MOST_WRITES)
         with self._news:
@@ -50,7 +48,7 @@ class TierThread:
         return True
 
     def stop(self, patience_s: float) -> None:
-        """End what waits and what runs; close the slabs, unless the thread hangs."""
+        """Stop all copies, and close the slabs unless the thread hangs for more than `patience_s`."""
         with self._news:
             self._stopping = True
             left = [*self._reads, *self._writes, *([self._running] if self._running is not None else ())]
@@ -69,7 +67,7 @@ class TierThread:
         try:
             self._live()
         except Exception:
-            # This is our own mistake. Whoever waits for a copy does so within bounds, and computes.
+            # It is a defect of ours. Requests wait for a copy only for a limited time, and are then computed.
             log.critical("tier_crashed", exc_info=True)
             self._stopping = True
         self.watch.rests()
