@@ -1,15 +1,15 @@
-"""The Decode service of one rank, and what makes a rank a decode rank.
+"""This is the Decode service of one rank, and what makes a rank a decode rank.
 
-One router's Attach stream takes commands in, and sends one StepOutputs per engine step out.
+A router's Attach stream brings commands in, and sends one StepOutputs per engine step out.
 
     Start ----> a task that iterates the engine ----> outbox ---+
     Start ----> a task that iterates the engine ----> outbox ---+--> StepOutputs
-                                        tokens alone ----^
+                                    tokens alone ----^
     Abort ----> cancels its task
 
-What an engine step brings is put into the outbox within two iterations of the loop, tokens alone in the first
-and what tasks are woken for in the second, and the writer runs in the third: so a step is a message. When the
-stream ends, every task is cancelled.
+The results of an engine step are in the outbox within two iterations of the event loop: tokens alone in the
+first, and the outputs of tasks that the step wakes in the second. The writer runs in the third, so each step
+is one message. When the stream ends, every task is cancelled.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class RunningRequests:
 
 
 class AttachSession:
-    """It is one stream: `read` consumes commands, `messages` yields what goes out."""
+    """It serves one stream: `read` consumes commands, and `messages` yields what is sent."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class AttachSession:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outbox = Outbox()
         self._wake = asyncio.Event()
-        self._is_waking = False  # It will be set in the loop's next iteration.
-        self._num_tokens = 0  # They came and are not counted yet.
+        self._is_waking = False  # whether `_wake` will be set in the loop's next iteration
+        self._num_tokens = 0  # tokens that came and are not counted yet
 
     async def read(self, commands: AsyncIterator[decode_pb2.Command]) -> None:
         async for command in commands:
@@ -120,8 +120,8 @@ class AttachSession:
                 raise ProtocolError("an Attach command that is neither start nor abort")
 
     async def messages(self, idle_report_s: float) -> AsyncGenerator[decode_pb2.StepOutputs, None]:
-        """Yield StepOutputs as they come; one with the load alone first, and after `idle_report_s` of
-        silence."""
+        """Yield StepOutputs as they come: first one with the load alone, which is repeated after
+        `idle_report_s` of silence."""
         with closing(Silence(idle_report_s, self._wake.set)) as silence:
             first = self._message()
             first.takes_further = True
@@ -162,7 +162,8 @@ class AttachSession:
             asyncio.get_running_loop().call_soon(self._wake_writer)
 
     def _wake_writer(self) -> None:
-        """Wake it an iteration late: tasks that the same step has woken have put theirs by now."""
+        """Wake the writer one iteration late, when the tasks woken by the same step have put their
+        outputs."""
         if self._outbox:
             self._wake.set()
 
@@ -189,7 +190,7 @@ class AttachSession:
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._tasks[request_id]
-        if task.cancelled():  # It may have been before it began.
+        if task.cancelled():  # It may have been cancelled before it began.
             self._put(request_id, Output(finished=FinishReason.ABORTED))
 
     def _check(self, message: decode_pb2.Start) -> None:
@@ -244,8 +245,10 @@ class AttachSession:
 
 
 def _completed(admitted: Admitted, first_token_s: float) -> Admitted:
-    """Return the report with the wait for the first decode step: it is the time to the first token, less the
-    times of the engine's stages."""
+    """Return the report with the wait for the first decode step.
+
+    It is the time to the first token, minus the times of the engine's stages.
+    """
     return replace(admitted, first_decode_step_s=max(0.0, first_token_s - admitted.rank_s))
 
 
@@ -273,16 +276,16 @@ def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
 
 
 class Silence:
-    """`ring` is called when somebody has waited for `limit_s`, and again after each more of them.
+    """It calls `ring` when a wait has lasted `limit_s`, and again each time that it lasts as long once more.
 
-    Its timer is set once, not at each wait, for these are many and mostly brief.
+    Its timer is not set at each wait, because waits are many and mostly brief.
     """
 
     def __init__(self, limit_s: float, ring: Callable[[], None]) -> None:
         self._limit_s = limit_s
         self._ring = ring
         self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # It is when the wait began; None says that nobody waits.
+        self._since: float | None = None  # when the wait began; None: nobody waits
         self._timer = self._loop.call_later(limit_s, self._look)
 
     def begins(self) -> None:
@@ -305,17 +308,17 @@ class Silence:
 
 
 class Outbox:
-    """It has what a router is yet to be told, in the order of each request.
+    """It keeps what is to be sent to a router, in order for each request.
 
-    Tokens without anything else to report are no outputs where the request has a number: two numbers each, in
-    arrays of all requests, cost a tenth of a message.
+    If a request has a number, its tokens are not sent as outputs when there is nothing else to report: two
+    numbers each, in arrays of all requests, cost a tenth of a message.
     """
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._token_ids: list[int] = []
         self._outputs: list[decode_pb2.RequestOutput] = []
-        self._behind: set[str] = set()  # Tokens of these requests come behind their outputs.
+        self._behind: set[str] = set()  # Tokens of these requests must follow their outputs.
 
     def __bool__(self) -> bool:
         return bool(self._outputs or self._token_ids)
@@ -339,7 +342,7 @@ class Outbox:
         self._behind.add(output.request_id)
 
     def take(self) -> decode_pb2.StepOutputs:
-        """Return all that one message holds. What is reported of prompts may be large; that of one fits."""
+        """Return as much as fits in one message. Logprobs of prompts may be large, but one prompt's fit."""
         outputs, self._outputs = _fitting(self._outputs)
         message = decode_pb2.StepOutputs(outputs=outputs, numbers=self._numbers, token_ids=self._token_ids)
         self._numbers, self._token_ids = [], []
@@ -358,7 +361,7 @@ def _fitting(
     return outputs, []
 
 
-# A router that hears nothing for a few of these knows that the rank is gone.
+# A router that receives nothing for a few of these periods knows that the rank is gone.
 IDLE_REPORT_S = 0.5
 
 
@@ -401,7 +404,7 @@ async def _write(session: AttachSession, context: grpc.aio.ServicerContext) -> N
 
 
 def decode_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
-    """Return the roles of all ranks of this process. Raises ConfigError when the engine's settings cannot
+    """Return the roles of all ranks of this process. Raises ConfigError if the engine's settings cannot
     work."""
     engines = decode_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]

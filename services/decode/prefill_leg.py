@@ -21,7 +21,7 @@ from services.values.request import GenerationRequest, PrefillResult
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2_grpc
 
-# These say something about the request itself; anything else means that this peer failed.
+# These errors are about the request itself; any other error means that this peer failed.
 _OF_THE_REQUEST = (InvalidRequest, NoCapacity, DeadlineExceeded)
 
 
@@ -32,21 +32,21 @@ class _Kept:
 
     @property
     def idle(self) -> bool:
-        """Return whether it is neither called through nor connected: its rank may be gone for good."""
+        """Return whether it has no calls and no connection, so its rank may be gone for good."""
         return self.num_calls == 0 and self.channel.get_state() is not grpc.ChannelConnectivity.READY
 
     @property
     def failing(self) -> bool:
-        """Return whether it could not connect, and fails calls until gRPC tries again, up to two seconds
+        """Return whether it could not connect; then calls fail until gRPC tries again, up to two seconds
         later."""
         return self.channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 class PrefillChannels:
-    """It keeps one channel per prefill endpoint, made anew where it could not connect.
+    """It keeps one channel for each prefill endpoint, and replaces one that could not connect.
 
-    Whoever calls has reason to think that the rank is there again. With each new channel those are closed
-    that have become idle, so that ranks which came and went leave nothing behind.
+    A caller has reason to think that the rank is back. Each new channel closes those that have become idle,
+    so that ranks that are gone leave no channels behind.
     """
 
     def __init__(self, tls: TlsConfig | None) -> None:
@@ -80,8 +80,10 @@ class PrefillChannels:
 
 
 class PrefillLeg:
-    """Implements services.engine.base.RemotePrefill for one request. `sampling`: as for
-    `prefill_request_to_proto`."""
+    """It implements services.engine.base.RemotePrefill for one request.
+
+    `prefill_request_to_proto` explains `sampling`.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The Prefill service of one rank, and what makes a rank a prefill rank.
+"""This is the Prefill service of one rank, and what makes a rank a prefill rank.
 
 The engine's sender serves the Handshake beside it.
 """
@@ -31,7 +31,7 @@ from services.wire.isthmus.v1 import (
     prefill_pb2_grpc,
 )
 
-# A report costs a router a tenth of a millisecond, and there may be hundreds of ranks; meanwhile it reckons.
+# A report costs a router 0.1 ms, and there may be hundreds of ranks. Between reports the router estimates.
 _TICK_S = 0.1
 _SILENT_TICKS = 5
 
@@ -98,7 +98,7 @@ def _attributes(result: PrefillResult) -> dict[str, int | float]:
 
 
 def prefill_roles(config: RankConfig, own_ids: Sequence[RankId]) -> list[RankRole]:
-    """Return the roles of all ranks of this process. Raises ConfigError when the engine's settings cannot
+    """Return the roles of all ranks of this process. Raises ConfigError if the engine's settings cannot
     work."""
     engines = prefill_engines(config, own_ids)
     return [_role(config, own_id, engine) for own_id, engine in zip(own_ids, engines, strict=True)]
@@ -132,4 +132,4 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
 
 
 async def _nothing_to_close() -> None:
-    """The engine owns what serves the Handshake."""
+    """The engine closes the service of the Handshake."""
