@@ -33,8 +33,7 @@ OPERATIONS = rank_pb2.DESCRIPTOR.services_by_name["Rank"].full_name
 
 
 class Intake:
-    """Each rank has one. `draining` is also sent to the routers with the load, so they learn of it without
-    etcd."""
+    """Each rank has one. `draining` is also sent to the routers with the load, which needs no etcd."""
 
     def __init__(self, own_id: RankId) -> None:
         self.draining = False
@@ -96,8 +95,7 @@ class Intake:
             await self._settled.wait()
 
     async def undrain(self) -> None:
-        """Accept requests again. Raises Unavailable if the rank is being stopped or cannot notify the
-        routers."""
+        """Accept requests again. Raises Unavailable if the rank stops or cannot notify the routers."""
         await self._through(self._open())
         if self._stopping:
             raise Unavailable(f"rank {self._own_id} is being stopped")
@@ -105,14 +103,13 @@ class Intake:
             raise Unavailable(f"rank {self._own_id} takes requests again, but etcd could not be told")
 
     async def stop(self, at_once: bool) -> None:
-        """Drain for good and return when nothing runs. `at_once` does not wait until the routers are
-        notified."""
+        """Drain for good and return when nothing runs. `at_once` does not wait for the routers."""
         self._stopping = True
         self._closed = self._closed or at_once
         await self.drain()
 
     async def _close(self, again: bool) -> None:
-        """Close. `again` notifies the routers once more if that failed before, unless the drain is undone."""
+        """Close; `again` notifies the routers again if that failed before, unless the drain is undone."""
         async with self._changing:
             if again and not self.draining:
                 return

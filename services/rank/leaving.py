@@ -92,8 +92,7 @@ class Leaving:
         self._task = asyncio.create_task(run, name="hand-over")
 
     async def ended(self, *, nothing_more_ends: bool = False) -> None:
-        """Return when the hand-over is over or was never begun. `nothing_more_ends`: do not wait for
-        requests."""
+        """Return when the hand-over is over or was never begun. `nothing_more_ends`: do not wait longer."""
         if nothing_more_ends:
             self._nothing_more_ends.set()
         if self._task is not None:

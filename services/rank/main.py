@@ -227,8 +227,7 @@ def own_rank_id(config: RankConfig) -> RankId:
 
 
 def rank_configs(config: RankConfig, held: ExitStack) -> list[RankConfig]:
-    """Return the settings of each rank of this process, with its index and its ports, which `held`
-    reserves."""
+    """Return the settings of each rank of this process, with its index and the ports that `held` reserves."""
     if config.ranks_per_process == 1:
         return [config]
     ports = _ports(config, config.port, config.dp_size, held)
@@ -398,8 +397,7 @@ def _register(services: Services, operations: Operations, server: grpc.aio.Serve
 
 
 class StoppedEarly(Exception):
-    """SIGTERM came while the engine was starting. The start is cancelled, as a model may load for many
-    minutes."""
+    """SIGTERM came while the engine was starting, so the start is undone: a model may load for minutes."""
 
 
 async def _start(engine: Engine, stopping: asyncio.Event) -> None:

@@ -1,5 +1,5 @@
-"""These are a rank's Prometheus metrics: its load, read when scraped, its requests' ends, and those of its
-role."""
+"""These are a rank's Prometheus metrics: its load, read when scraped, its requests' ends, and its role's
+own."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,8 +108,7 @@ def _kv_paths(paths: Sequence[KvPath]) -> Metric:
 
 
 def _carried(load: RankLoad) -> Iterator[Metric]:
-    """Yield the metrics of per-request state, without a sample where all layers of the model are full
-    attention."""
+    """Yield the metrics of per-request state; they have no sample where all layers are full attention."""
     units = GaugeMetricFamily(
         "isthmus_carried_units",
         "Pages of windows, or states, in the pools beside full attention's, free or used; group is the "

@@ -9,8 +9,8 @@ A copy between a slab and the pool goes through a buffer of the tier's own, and 
 memory holds the lock. So a disk that never answers blocks no page of the pool, and an eviction, a retraction
 or the end of a request waits at most for the copy of one block.
 
-Rule 1: bytes of a slot are written to a page only after their digest has been compared. Rule 2: the copy of a
-page to a slab is stopped before the page is allocated to another request.
+Rule 1: bytes of a slot are written to a page only after their digest has been compared.
+Rule 2: the copy of a page to a slab is stopped before the page is allocated to another request.
 """
 
 import ctypes

@@ -270,8 +270,7 @@ def _takes_lock(fd: int, kind: int) -> bool:
 
 
 def _lock(name: str, fd: int) -> None:
-    """Lock the file, and wait a moment for commands that read or remove it. Raises SlabInUse and closes
-    it."""
+    """Lock the file; wait a moment for a command that reads or removes it. Raises SlabInUse and closes it."""
     deadline_s = time.monotonic() + _LOOKS_END_S
     while not _takes_lock(fd, fcntl.LOCK_EX):
         if time.monotonic() >= deadline_s:
