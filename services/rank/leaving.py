@@ -53,8 +53,6 @@ class HandOverProgress:
 
 
 class Leaving:
-    """Each rank has one; `begin` may be called again, also after `undo`."""
-
     def __init__(
         self,
         hands_over: HandsOver | None,
@@ -79,7 +77,6 @@ class Leaving:
         return f"<Leaving {self._progress}>"
 
     def knows(self, address: RankAddress, successors: Successors) -> None:
-        """Set the address of this rank's registration, and the function that lists the other ranks."""
         self._address, self._successors = address, successors
 
     def begin(self, hand_over_s: float | None = None) -> None:
@@ -110,7 +107,6 @@ class Leaving:
             await asyncio.wait({task})
 
     def told(self) -> rank_pb2.HandOver | None:
-        """Return the progress, or None where nothing is handed over."""
         if self._task is None:
             return None
         progress = self._progress

@@ -121,7 +121,6 @@ MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
 
 
 def main(module: str, make_roles: MakeRoles) -> None:
-    """Run the command of a worker. `module` is what `python -m` runs for the processes of its ranks."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     keep_to_loopback(config.host)
@@ -227,7 +226,6 @@ def own_rank_id(config: RankConfig) -> RankId:
 
 
 def rank_configs(config: RankConfig, held: ExitStack) -> list[RankConfig]:
-    """Return the settings of each rank of this process, with its index and the ports that `held` reserves."""
     if config.ranks_per_process == 1:
         return [config]
     ports = _ports(config, config.port, config.dp_size, held)

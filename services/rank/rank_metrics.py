@@ -108,7 +108,6 @@ def _kv_paths(paths: Sequence[KvPath]) -> Metric:
 
 
 def _carried(load: RankLoad) -> Iterator[Metric]:
-    """Yield the metrics of per-request state; they have no sample where all layers are full attention."""
     units = GaugeMetricFamily(
         "isthmus_carried_units",
         "Pages of windows, or states, in the pools beside full attention's, free or used; group is the "

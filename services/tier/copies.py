@@ -43,7 +43,6 @@ class Staging:
             ctypes.memmove(self._address + index * self._page_bytes, self._of(page), self._page_bytes)
 
     def give(self, pages: Sequence[PageId], first: int) -> None:
-        """Copy the block's pages from `first` on into these pages of the pool."""
         for index, page in enumerate(pages, start=first):
             ctypes.memmove(self._of(page), self._address + index * self._page_bytes, self._page_bytes)
 
@@ -67,7 +66,6 @@ class Copy:
         return self._stopped
 
     def _with_pool(self, copy: Callable[[], None]) -> bool:
-        """Copy from or to the pool unless the job is stopped; return whether it was copied."""
         with self._lock:
             if not self._stopped:
                 copy()
@@ -126,8 +124,6 @@ class LoadEnd(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """These are the pages into which a block is copied, from the block's page `first` on."""
-
     block: Block
     place: Place
     digest: int

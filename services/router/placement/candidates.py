@@ -28,16 +28,12 @@ _LOOKED_AT = 64  # So many ranks of a role are checked when any rank that is in 
 
 
 class Computing(Protocol):
-    """This is a rank that computes prompts, as the next prompt sees it."""
-
     @property
     def compute_wait_s(self) -> float:
         """Return the seconds until it computes the prompt, or 0 where its rate is not known."""
 
 
 class Receiving(Computing, Protocol):
-    """This is a decode rank, as the next request sees it."""
-
     @property
     def queue_wait_s(self) -> float:
         """Return the seconds until it has pages for the request."""
@@ -61,8 +57,6 @@ class Waits(NamedTuple):
         return decode.queue_wait_s + compute_s if self.is_remote and decode.receives else inf
 
     def shortest_s(self, decode: Receiving, compute_s: float) -> float:
-        """Return the shorter wait of the two plans at this decode rank; `compute_s` is that of the best
-        prefill rank."""
         return min(self.local_s(decode), self.remote_s(decode, compute_s))
 
     def about_s(self, decodes: Iterable[Receiving], prefills: Iterable[Computing], enough_s: float) -> float:

@@ -235,7 +235,6 @@ def _options(
     tie: float,
     spare_ranks: int,
 ) -> list[Option]:
-    """Return the options that are worth comparing; at least one, and the home's own among them."""
     request, options = pricing.request, list[Option]()
     waits, max_wait_s = request.waits, request.max_wait_s
     receivers = [pricing.receiver(decode) for decode in decodes]

@@ -55,8 +55,6 @@ def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
 def beside_others(
     request: PlacementRequest, decodes: Sequence[DecodeCandidate], prefills: Sequence[PrefillCandidate]
 ) -> tuple[Sequence[DecodeCandidate], Sequence[PrefillCandidate]]:
-    """Return the same ranks, with those marked as excluded that are ruled out by comparison with the
-    others."""
     if request.max_wait_s < inf:
         decodes, prefills = _in_time(request, decodes, prefills)
     return _holding_all(request, decodes), prefills

@@ -69,7 +69,6 @@ def sources_of(
 
 
 def _pulled_bytes(layout: KvLayout, held: int, end: int) -> float:
-    """Return the bytes of the tokens [held, end), and of the per-request state at `end`."""
     attention = (end - held) * layout.page_bytes / layout.page_size if end > held else 0.0
     return attention + carried_bytes(layout, end) if layout.groups else attention
 
@@ -101,7 +100,6 @@ class PullSources:
         return self._lending if self._pulling else ()
 
     def holders(self, snapshot: RankSnapshot) -> Sequence[Holder]:
-        """Return the ranks that may be a source of the prompt for any candidate."""
         if not self._lending or not self._pulling:
             return ()
         held, there = snapshot.held(), self._balance.there.of(snapshot.asked.hashes, self._balance.clock())
