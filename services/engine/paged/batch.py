@@ -1,4 +1,4 @@
-"""These functions say what sequences contribute to a step; they read them and change nothing."""
+"""These functions tell what sequences contribute to a step; they read sequences and change nothing."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -10,7 +10,6 @@ Ids = SequenceOf[int]
 
 
 def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chunk:
-    """Return the chunk of its next `size` tokens, with `drafts` behind them where they are its last ones."""
     assert seq.pages is not None and seq.carried is not None
     end = seq.computed + size
     last = end == len(seq.ids)
@@ -39,7 +38,6 @@ def _tail_pages(tails: SequenceOf[Tail]) -> tuple[TailPages, ...]:
 
 
 def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
-    """Return how many tokens it may generate at the most, less one."""
     left = max_context_tokens - len(seq.ids)
     max_tokens = seq.request.sampling.max_tokens
     if max_tokens is not None:
@@ -48,9 +46,9 @@ def most_drafts(seq: Sequence, max_context_tokens: int) -> int:
 
 
 def usable_drafts(seq: Sequence, ids: Ids, most: int, vocab_size: int) -> Ids:
-    """Return the drafts before the first that would end the sequence or break its constraint.
+    """Return the drafts before the first one that would end the sequence or break its constraint.
 
-    Only the target may choose an ending token, and nothing follows it.
+    Only the target model may choose an ending token, and nothing follows it.
     """
     ids = ids[:most]
     for index, token_id in enumerate(ids):
@@ -75,8 +73,8 @@ def computes_towards(other: Sequence, seq: Sequence) -> bool:
 def computes_next_page_of(other: Sequence, seq: Sequence, page_size: int) -> bool:
     """Return whether `other`, which computes too, is at the page that `seq` needs next and will fill it.
 
-    Then `seq` can have it from the tree soon. Both hold the same path of the tree, or they are not at the
-    same page of the same prefix.
+    `seq` can then soon get it from the tree. They are at the same page of the same prefix only if both hold
+    the same path of the tree.
     """
     assert seq.pages is not None and other.pages is not None
     if seq.pages.node is None or seq.pages.node is not other.pages.node:

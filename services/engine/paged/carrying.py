@@ -1,6 +1,8 @@
-"""The per-request state of sequences through their phases: where they go on from, which borders they keep.
+"""This module manages the per-request state of sequences: where they resume, and where they keep checkpoints.
 
 begin --> (catch_up --> chunk_end, account)* --> [rest -->] release
+
+A border is a position at which a sequence is to keep a checkpoint.
 """
 
 from bisect import insort
@@ -12,20 +14,17 @@ from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.kv.resume_points import borders_to_keep, shared_border
 
-# A checkpoint of a long prompt is kept every so many chunks.
+# A long prompt keeps a checkpoint every so many chunks.
 _STRIDE_CHUNKS = 8
 
 
 class Carrying:
-    """It works on one rank's books; `cache` has the tree that the checkpoints belong to."""
-
     def __init__(self, books: CarriedCache, cache: PrefixCache, chunk_size: int) -> None:
         self._books = books
         self._cache = cache
         self._stride = _STRIDE_CHUNKS * chunk_size
 
     def estimate(self, seq: Sequence) -> None:
-        """Note what it would lack if it came in now, for the load report."""
         found = self._cache.look_up(seq.ids, seq.request.cache_salt, seq.scorable_from)
         matched = found.cached_pages * self._cache.page_size
         seq.uncached_tokens = len(seq.ids) - matched
@@ -35,9 +34,10 @@ class Carrying:
         seq.uncomputed_tokens = 0 if seq.receives else len(seq.ids) - resumed
 
     def begin(self, seq: Sequence, active: Iterable[Sequence]) -> None:
-        """Hold units for what somebody else writes, or go on from the deepest checkpoint; it has its pages.
+        """Hold units for what somebody else writes, or resume from the deepest checkpoint.
 
-        Of two that compute the same beginning, the first keeps a checkpoint for the other.
+        The sequence has its pages. Of two that compute the same beginning, the first keeps a checkpoint for
+        the other.
         """
         assert seq.pages is not None
         seq.stored = seq.pages.prefix_len
@@ -49,31 +49,29 @@ class Carrying:
         self._plan(seq, active)
 
     def begin_to_pull(self, seq: Sequence, expected_end: int, resumes_at: int) -> None:
-        """Hold units for what a source is expected to write; it has its pages."""
         assert seq.pages is not None
         seq.stored, seq.computed = seq.pages.prefix_len, resumes_at
         seq.carried = self._books.receive(expected_end, computes=True)
 
     def pull_up_to(self, seq: Sequence, end: int) -> None:
-        """Hold units for the state at another end than was expected; nobody writes those that it has."""
+        """Hold units for the state at `end` instead of the expected end; nobody writes the old units."""
         assert seq.carried is not None
         self._books.close(seq.carried)
         seq.carried = self._books.receive(end, computes=True)
 
     def go_on(self, seq: Sequence, active: Iterable[Sequence]) -> None:
-        """Go on from what a source has written and the tree has now, and keep a checkpoint there."""
+        """Resume from what a source has written, which is in the tree now, and keep a checkpoint there."""
         self.keep_pulled(seq)
         self._plan(seq, active)
 
     def keep_pulled(self, seq: Sequence) -> None:
-        """Keep a checkpoint where what a source has written ends; the tree has it now."""
         assert seq.carried is not None
         if not self._books.is_empty:
             self._books.note_border(seq.carried)
             self._keep_border(seq)
 
     def begin_anew(self, seq: Sequence, active: Iterable[Sequence]) -> None:
-        """Go on from what is here, for no source has written anything; nobody writes its units."""
+        """Resume from what is here: no source has written anything, and nobody writes the units."""
         assert seq.carried is not None
         self._books.close(seq.carried)
         self.begin(seq, active)
@@ -92,14 +90,13 @@ class Carrying:
                 _add_border(other, border)
 
     def computes_for(self, other: Sequence, seq: Sequence) -> bool:
-        """Return whether `other`, which computes too, will spare `seq` what it needs next."""
         if self._books.is_empty:
             return computes_next_page_of(other, seq, self._cache.page_size)
         return computes_towards(other, seq)
 
     def catch_up(self, seq: Sequence) -> None:
-        """Go on from what others have computed of its prompt: pages, or where there are states a
-        checkpoint."""
+        """Resume from what others have computed of the prompt: from their pages or, where there are states,
+        from a checkpoint."""
         assert seq.pages is not None and seq.carried is not None
         published = seq.pages.num_published * self._cache.page_size
         seq.stored = max(seq.stored, published)
@@ -110,11 +107,11 @@ class Carrying:
             seq.borders = [border for border in seq.borders if border > seq.computed]
 
     def prompt_end(self, seq: Sequence, budget: int, *, is_first: bool) -> int:
-        """Return where its next chunk of about `budget` tokens ends, which is where it stands if these are
-        too few.
+        """Return where the next chunk of about `budget` tokens ends: at `seq.computed` if that is too few.
 
-        All but the prompt's last chunk consist of whole scans. What the sequence has generated itself is no
-        part of that, for it was computed by single tokens. The first chunk of a step has a scan at least.
+        All chunks but the prompt's last consist of whole scans. This does not apply to tokens that the
+        sequence has generated itself, because they were computed one by one. The first chunk of a step has at
+        least one scan.
         """
         scan = self._books.scan_tokens
         if scan == 1 or seq.computed >= len(seq.request.prompt_ids):
@@ -126,7 +123,7 @@ class Carrying:
         if (end := self._whole_scans(seq, reached)) > seq.computed:
             return end
         if is_first:
-            return reached  # A window has no pages for a scan, and other bits are better than none.
+            return reached  # The window has too few pages for a scan. Other bits are better than no progress.
         assert seq.carried is not None
         self._books.trim(seq.carried, seq.computed)
         return end
@@ -136,17 +133,16 @@ class Carrying:
         return prompt_len if end >= prompt_len else max(seq.computed, end // scan * scan)
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where its chunk up to `end` must stop for a border, or because its tails have pages up to
-        there."""
+        """Return where a chunk up to `end` must stop: at a border, or where the pages of its tails end."""
         if self._books.is_empty:
             return end
         assert seq.carried is not None
         return self._books.extend(seq.carried, min([end, *seq.borders[:1]]))
 
     def most_ahead(self, seq: Sequence, most: int) -> int:
-        """Return how many of `most` tokens behind its newest one a step may compute.
+        """Return how many of `most` tokens behind the newest one a step may compute.
 
-        Past a border it would lose the state that it is to keep there.
+        A step that went past a border would lose the state that is to be kept there.
         """
         return most if self._books.is_empty else min(most, -len(seq.ids) % self._books.index_block)
 
@@ -158,7 +154,7 @@ class Carrying:
         self.note_border(seq)
 
     def note_border(self, seq: Sequence) -> None:
-        """Keep a checkpoint where it stands on a border or, while it decodes, what may become one."""
+        """Keep a checkpoint if the sequence is at a border. While it decodes, note a possible border."""
         assert seq.pages is not None and seq.carried is not None
         if self._books.is_empty or seq.pages.node is None:
             return
@@ -175,7 +171,7 @@ class Carrying:
         self._books.rest(seq.carried)
 
     def release(self, seq: Sequence) -> None:
-        """Make the border that it passed last a checkpoint; it gives its pages back next."""
+        """Make the border that was passed last a checkpoint, and give the units back; the pages follow."""
         for other in seq.common:
             del other.common[seq]
         seq.common.clear()
@@ -185,9 +181,9 @@ class Carrying:
             seq.carried = None
 
     def _common_borders(self, seq: Sequence, others: list[Sequence]) -> Iterator[tuple[Sequence, int]]:
-        """Yield who shares at least a block with it, and how many tokens.
+        """Yield each sequence that shares at least a block with `seq`, and how many tokens they share.
 
-        What a third one has in common with both is not compared again.
+        A stretch that both are known to share with a third sequence is not compared again.
         """
         third, shared = None, 0
         for other in others:

@@ -1,11 +1,11 @@
 """The engine core puts queue, batches, pages and radix tree around a model runner, without a thread or clock.
 
-A step is: admit what fits -> build a batch of chunks -> run it -> account for it. Everything that
-happened comes back as events, in order, for the shell to hand on.
+In a step the core admits what fits, builds a batch of chunks, runs it, and accounts for it. It reports all
+that happened as events, in order, and the shell hands them on.
 
-Under pressure, in this order: unlocked pages are evicted (services/kv/radix_tree.py says which); newcomers
-wait (gate.py); those that came last are retracted (sequence.py).
-The core owns every page through its PrefixCache; `check()` proves that each is in exactly one place.
+When pages run short, three things happen, in this order: the cache evicts unlocked pages
+(services/kv/radix_tree.py says which); newcomers wait (gate.py); the sequences that came last are retracted
+(sequence.py). The core owns every page through its PrefixCache; `check()` proves that each is in one place.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ Clock = Callable[[], float]
 
 
 class EngineCore:
-    """Every method is called by the engine's thread; nothing here is safe for another one."""
+    """Only the engine's thread may call its methods."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class EngineCore:
         drafting: Drafting | None = None,
         tiers: Tiering | None = None,
     ) -> None:
-        """`carried` is due where the layout has per-request state; its checkpoints belong to `cache`'s tree.
-        Without `drafting` each step gives a sequence one token."""
+        """`carried` is required where the layout has per-request state; its checkpoints belong to `cache`'s
+        tree. Without `drafting` each step gives a sequence one token."""
         self.runner = runner
         self.page_size = runner.layout.page_size
-        # The pool bounds it too, so that a sequence alone always fits.
+        # The pool limits the context too, so that a sequence that is alone always fits.
         self.max_context_tokens = min(runner.max_context_tokens, runner.memory.num_pages * self.page_size)
         self.cache = cache
         self.carried = carried or CarriedCache(runner.layout, ())
@@ -69,7 +69,7 @@ class EngineCore:
         self._drafts = DraftCounts()
         self._clock = clock
         self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
-        self._active: list[Sequence] = []  # They have pages, and stand in order of admission.
+        self._active: list[Sequence] = []  # These have pages; they are in order of admission.
         self._kept: set[Sequence] = set()  # These have ENDED, but a transfer may still read their pages.
         self._events: list[tuple[Sequence, Reported]] = []
         self.pulls = Pulls(
@@ -84,11 +84,11 @@ class EngineCore:
         if tiers is not None:
             tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self.load))
         self.retractions = 0
-        self._served_at: dict[str, int] = {}  # It counts the steps, by the tenant that was first in one.
+        self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
 
     @property
     def failed_steps(self) -> int:
-        return self._figures.failed  # It counts those in a row.
+        return self._figures.failed  # It counts the failures in a row.
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class EngineCore:
         """Queue a sequence.
 
         Raises:
-            InvalidRequest: an id is out of the vocabulary, or there are none.
+            InvalidRequest: the prompt is empty, or an id is outside the vocabulary.
             NoCapacity: the context or the pool can never hold it.
         """
         check_prompt(seq, self.runner.vocab_size, self.max_context_tokens)
@@ -105,10 +105,10 @@ class EngineCore:
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
-        """Note that every page of a RECEIVING sequence is there and its first token known; with `with_draft`
-        also every page in the draft model's pool."""
+        """Note that a RECEIVING sequence's first token is known and its pages are written, with `with_draft`
+        those in the draft model's pool, too."""
         if seq.phase is not Phase.RECEIVING:
-            return  # It was cancelled meanwhile.
+            return  # It has been cancelled since.
         self.pulls.note_draft(seq, len(seq.ids), with_draft)
         seq.computed = len(seq.ids)
         self._publish(seq)
@@ -117,18 +117,18 @@ class EngineCore:
         self._let_in_landed()
 
     def renegotiate(self, seq: Sequence, start: int) -> None:
-        """Admit a RECEIVING sequence, whose pages nobody writes, anew with a shorter prefix: its delta is to
-        start at `start`, earlier than now, and the pages of a prefix are never written."""
+        """Queue a RECEIVING sequence, whose pages nobody writes, again with a shorter prefix: its delta is to
+        start earlier, at `start`, and the pages of a prefix are never written."""
         if seq.phase is not Phase.RECEIVING:
-            return  # It was cancelled meanwhile.
+            return  # It has been cancelled since.
         self._active.remove(seq)
         self._release(seq)
         seq.receives, seq.prefix_limit = True, start
         self._wait(seq)
 
     def cancel(self, seq: Sequence, *, quarantine: bool = False) -> None:
-        """End a sequence in whatever phase it is. With `quarantine` a writer may still write its pages: they
-        come back by `end_quarantine` only."""
+        """End a sequence, whatever its phase. With `quarantine` somebody may still write its pages: they are
+        reused only after `end_quarantine`."""
         if seq.phase in (Phase.NEW, Phase.ENDED):
             return
         if self.tiers is not None:
@@ -153,11 +153,11 @@ class EngineCore:
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit, run one batch, account for it; `take_outputs` has what came of it. Returns False where
-        nothing changed, and nothing will until the next command.
+        """Admit sequences, run one batch and account for it; `take_outputs` returns what happened. Return
+        False where nothing changed, and nothing will change until the next command.
 
         Raises:
-            RunnerFailed: the batch was not computed; `fail_active` is due.
+            RunnerFailed: the batch was not computed; the caller must call `fail_active`.
         """
         retractions, filled = self.retractions, self.tiers is not None and self.tiers.turn()
         admitted = filled | self._let_in_landed() | self._admit()
@@ -182,7 +182,7 @@ class EngineCore:
         return events
 
     def fail_active(self) -> list[Sequence]:
-        """End every computing sequence: the runner failed and their KV cannot be trusted."""
+        """End every computing sequence, because the runner failed and their KV cannot be trusted."""
         failed = [s for s in self._active if s.phase in RUNNING]
         for seq in failed:
             assert seq.carried is not None
@@ -199,7 +199,7 @@ class EngineCore:
         return self._reports.take_cache_events()
 
     def check(self) -> PageBooks:
-        """Raises AssertionError where the books do not balance, or pages are held by no sequence."""
+        """Raise AssertionError where the books do not balance, or where pages are held by no sequence."""
         if self.tiers is not None:
             self.tiers.check(self._active)
         return self._reports.check(num_holders=len(self._active) + len(self._kept))
@@ -224,8 +224,8 @@ class EngineCore:
         return let_in > 0
 
     def _makes_place(self, seq: Sequence) -> bool:
-        """Send one back for a sequence that has landed and whose slot another tenant took meanwhile. Where
-        more run than may now, one that went back would leave no slot free, and nobody goes."""
+        """Send another sequence back so that `seq` can run: it has landed, but another tenant took its slot.
+        Nobody is sent back where more run than are allowed now, since that would leave no slot free."""
         victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
         if victim is None or not self._slots.one_more_runs([s for s in self._active if s is not victim]):
             return False
@@ -240,7 +240,7 @@ class EngineCore:
     def _admit(self) -> bool:
         changed = self.pulls.refill()
         if self.pulls.lacking:
-            return changed  # They are the next to get pages.
+            return changed  # The sequences that lack pages get the next ones.
         changed |= self._let_in()
         while (exchange := self._gate.exchange(self._active, self._has_place)) is not None:
             comes, leaves = exchange
@@ -283,7 +283,7 @@ class EngineCore:
         self._offer(seq)
         if self.tiers is not None and seq.phase is Phase.COMPUTING:
             self.tiers.enter(seq)
-        seq.receives = False  # After a retraction the tail is computed here.
+        seq.receives = False  # After a retraction it computes the tail here.
 
     def _report_reserved(self, seq: Sequence, wanted: Wanted | None) -> None:
         assert seq.pages is not None and seq.carried is not None and seq.admitted_s is not None
@@ -310,7 +310,7 @@ class EngineCore:
         if not lacking:
             return decoding
         self.cache.make_room(len(lacking))
-        # Growing may retract sequences, earlier ones included, so the batch is read off afterwards.
+        # Growing may retract sequences, earlier ones too, so the batch is built afterwards.
         stuck = {seq for seq in lacking if seq.phase is Phase.DECODING and not self._grow(seq)}
         return [seq for seq in decoding if seq.phase is Phase.DECODING and seq not in stuck]
 
@@ -323,8 +323,8 @@ class EngineCore:
         return proposals
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
-        """Go by the tenants' turns, so that one with priority waits for no prompt of the others', and no
-        tenant for more than a step's worth of each other's."""
+        """Serve the tenants in turn: one with priority waits for no prompt of the others, and each tenant
+        waits for at most one step's worth of another's prompts."""
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         if not computing:
             return []
@@ -337,7 +337,7 @@ class EngineCore:
                 break
             self._catch_up(seq)
             if self.pulls.bring(seq) or any(self._carrying.computes_for(other, seq) for other, _ in chunks):
-                continue  # It can have that at a later step.
+                continue  # It can reuse those tokens at a later step.
             end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
             if (size := end - seq.computed) > 0:
                 budget -= size
@@ -358,7 +358,7 @@ class EngineCore:
             self._gate.note_news()
         before = seq.computed
         self._carrying.catch_up(seq)
-        if seq.retractions == 0:  # Otherwise it has computed them itself before.
+        if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
         self._offer(seq)
 
@@ -369,7 +369,7 @@ class EngineCore:
                 return True
             victim = retraction_victim(self._active)
             if victim is None:
-                return False  # The rest of the pool is being received into or quarantined.
+                return False  # The other pages are being received into, or are in quarantine.
             self._retract(victim)
             if victim is seq:
                 return False
@@ -381,8 +381,8 @@ class EngineCore:
             self._gate.note_retraction()
 
     def _send_back(self, seq: Sequence) -> bool:
-        """Give the pages back, keeping full ones cached; the sequence recomputes what is evicted. Returns
-        False where its first token was its only one, and it has ended."""
+        """Give the sequence's pages back, with the full ones cached, and queue it again. It returns False
+        where the sequence has ended, because its first token was its only one."""
         if seq.phase is Phase.LANDED:
             self._report_first_token(seq)
         if seq.phase is Phase.ENDED:
@@ -400,8 +400,8 @@ class EngineCore:
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
         accepted = max(0, len(sampled) - 1)
         for right in sampled[:accepted]:
-            self._append(seq, right)  # It ends nothing, as usable_drafts has seen to.
-            if seq.phase is Phase.ENDED:  # It may have, where its constraint has come to a limit.
+            self._append(seq, right)  # It ends nothing, because usable_drafts has left such drafts out.
+            if seq.phase is Phase.ENDED:  # It may have ended because its constraint reached a limit.
                 return
         if seq.proposal is not None:
             assert self._drafting is not None
@@ -419,17 +419,17 @@ class EngineCore:
 
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None
-        # Only full pages go to the tree; publishing is skipped while the last one is filling.
+        # Only full pages go to the tree; nothing is published while the last page is filling.
         if seq.computed // self.page_size > seq.pages.num_published:
-            # If it were kept twice, a page could be one too many for a sequence that needs the whole pool. A
-            # transfer may be reading the sequence's own.
+            # With a duplicate kept, a sequence that needs the whole pool could lack one page. It is kept only
+            # for a transfer, which may be reading the sequence's own page.
             self.cache.publish(seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.room is not None)
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 
     def _offer(self, seq: Sequence) -> None:
-        """Offer the transfer every page that is final: full ones and, at the end of the prompt, the last one
-        and the per-request state."""
+        """Offer the transfer every page that is final: the full ones and, at the end of the prompt, the last
+        page and the per-request state."""
         if seq.room is None or not seq.room_open:
             return
         assert seq.pages is not None and seq.carried is not None
@@ -477,7 +477,7 @@ class EngineCore:
             self._drafting.ended(seq)
         if not held:
             return
-        self._gate.note_news()  # Its slot in the batch is free, if not its pages.
+        self._gate.note_news()  # Its slot in the batch is free, even where its pages are not.
         if quarantine:
             assert seq.pages is not None
             self.cache.quarantine(seq.pages)

@@ -11,28 +11,28 @@ from services.values.request import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A source is asked for this of a sequence's prompt, in tokens."""
+    """It tells, in tokens, what a source is asked for of a sequence's prompt."""
 
-    end: int  # What is behind it is computed in any case.
-    expected_end: int  # The source is said to hold as much.
-    resumes_at: int  # Without a source the sequence would compute from there on.
+    end: int  # The tokens behind it are computed in any case.
+    expected_end: int  # The source is said to hold so many tokens.
+    resumes_at: int  # Without a source the sequence would compute from here on.
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """The sequence has its pages; `delta_pages` lie past the locked prefix, in token order.
+    """The sequence has its pages; `delta_pages` follow the locked prefix, in token order.
 
-    It is reported when the sequence is admitted for the first time, and again after it was renegotiated.
-    Where the sequence receives KV, `carried` has for each group beside full attention, in the layout's order,
-    the units that are to take the state at the prompt's end, in token order (tails.units_at many). Where it
-    pulls, they are to take the state at the expected end, or the one that it was told since.
+    It is reported when the sequence is first admitted, and again after a renegotiation. Where the sequence
+    receives KV, `carried` has an entry for each group beside full attention, in the layout's order: the units
+    that are to take the state at the prompt's end, in token order (tails.units_at tells how many). Where the
+    sequence pulls, they are to take the state at the expected end, or at the end that was reported since.
     """
 
     prefix_len: int
     delta_pages: tuple[PageId, ...]
     queue_s: float
     carried: tuple[tuple[PageId, ...], ...] = ()
-    wanted: Wanted | None = None  # It waits for a source then.
+    wanted: Wanted | None = None  # It is set where the sequence waits for a source.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,13 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None
     finished: FinishReason | None
-    drafted: int = 0  # Its step verified so many; the last token of the step has them.
-    accepted: int = 0  # So many of them are tokens now.
-    # Only the first token has these.
-    compute_s: float = 0.0  # It lasts from the admission until now.
-    reused_tokens: int = 0  # Others had computed them, when it was admitted or since then.
-    prompt_logprobs: PromptLogprobs | None = None  # They were requested and computed here.
+    drafted: int = 0  # The step verified so many drafts; they are reported with its last token.
+    accepted: int = 0  # So many of these drafts are tokens now.
+    # Only the first token has the following values.
+    compute_s: float = 0.0  # It is the time from the admission, or the end of the source, to this token.
+    reused_tokens: int = 0  # Others had computed these, at the admission or since.
+    # It is set where the log-probabilities were requested and computed here.
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Offered:
 class Carried:
     """The state at the prompt's end is final on a prefill rank, in these units, by group as in Reserved.
 
-    It is reported once, after the last chunk, where the layout has any. Until the transfer lets go no step
-    writes the units, and nobody else is allocated them.
+    It is reported once, after the last chunk, where the layout has such a state. Until the transfer has ended
+    no step writes the units, and nobody else gets them.
     """
 
     room: Room
@@ -72,11 +73,11 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is over and holds nothing; in the prefill role its transfer may hold its pages still."""
+    """The sequence has ended and holds nothing; in the prefill role its transfer may still hold its pages."""
 
     error: IsthmusError
 
 
 Offer = Offered | Carried
 Event = Reserved | Token | Offer | Failed
-Reported = Event | int  # Most tokens have nothing else to report, and come as their ids.
+Reported = Event | int  # Most tokens have nothing else to report, and are reported as their ids.

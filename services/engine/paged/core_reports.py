@@ -1,4 +1,4 @@
-"""A core reports its load, how its steps went, what its tree gained and lost, and if its books balance."""
+"""A core reports its load, its steps' figures and its tree's changes, and checks that its books balance."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ class StepFigures:
         self._limits = limits
         self._clock = clock
         self.times = StepTimes()
-        self.step_s = 0.0  # It is a mean, and 0 before the first step.
-        self.drafting_s = 0.0  # It counts what the step that runs took before its batch stood.
+        self.step_s = 0.0  # It is a mean in seconds, and 0 before the first step.
+        # It is the time that the current step spent on drafts, before its batch was ready.
+        self.drafting_s = 0.0
         self.decode_steps = self.prompt_steps = NO_STEPS
-        self.failed = 0  # It counts those in a row.
-        self.prompt_tokens = 0  # They were computed since the start, whatever became of their requests.
+        self.failed = 0  # It counts the failures in a row.
+        self.prompt_tokens = 0  # It counts those computed since the start, whatever became of their requests.
 
     @contextmanager
     def noting_failures(self) -> Iterator[None]:
-        """Raises RunnerFailed for whatever fails."""
         try:
             yield
         except Exception as error:
@@ -70,7 +70,6 @@ class Reports:
     pulls: Pulls
 
     def load(self, active: Collection[Sequence], num_kept: int, retractions: int) -> RankLoad:
-        """`num_kept` sequences have ended, but a transfer may still read their pages."""
         gate, carried = self.gate, self.carried
         pending = sum(s.uncomputed_tokens for s in gate)
         pending += sum(s.remaining_tokens for s in active if s.phase is Phase.COMPUTING)
@@ -109,11 +108,6 @@ class Reports:
         return replace(events, resumable_stored=stored, resumable_removed=removed)
 
     def check(self, num_holders: int) -> PageBooks:
-        """Walk the books; `num_holders` sequences hold pages.
-
-        Raises:
-            AssertionError: they do not balance, or pages are held by no sequence.
-        """
         books = self.cache.check()
         num_holders += self.pulls.num_holders
         num_open = self.cache.num_open

@@ -1,20 +1,20 @@
 """The chances of drafts to be right tell how many of them are worth a step's rows. This is pure.
 
-Acceptance tells how often a sequence's drafts are right lately, and at first the rank's. A draft behind a
-wrong one says nothing. So a guess of which m ids were right tells of m that were and, unless it was right to
-its end, of one that was not. It does so verified or not: what the sequence goes on with shows what the guess
-was worth. So a source that is wrong can be listened to without a row for it, and comes back.
+Acceptance estimates how often a sequence's drafts are right lately; at first it uses the rank's estimate. A
+draft behind a wrong one proves nothing. So a guess with m right ids counts as m right drafts and, unless all
+its ids were right, one wrong draft. This holds whether it was verified or not, because the sequence's next
+ids show which were right. So a source that is wrong is observed without any rows, and can come back.
 
-Sequences share a step's rows for drafts so that it gives most tokens for its seconds. A step of T seconds
-that is expected to give n tokens gains by one more draft if
+Sequences share a step's rows for drafts so that it gives most tokens per second. A step of T seconds that is
+expected to give n tokens gains by one more draft if
 
     (n + chance of that draft) / (T + its seconds)  >  n / T
 
-A sequence's j-th draft counts only if all before it are right: chance ** j. So they are taken one by one,
-those first that give most for their seconds, until the next one gains nothing.
+A sequence's j-th draft counts only if all before it are right: chance ** j. So drafts are added one by one,
+those that give most for their seconds first, until the next one gains nothing.
 
-Where guessing takes time, too, it does by rounds: one guess for each that has not all of its own yet takes as
-long as for one of them alone. So rounds are added as long as the best that can be had with them gains.
+Where guessing takes time too, it is done in rounds: one guess for each sequence that has not all of its own
+takes as long as one guess for one sequence. So rounds are added as long as the best choice with them gains.
 """
 
 from collections import Counter
@@ -24,10 +24,10 @@ from heapq import heapify, heappop, heapreplace
 
 from services.values.rank_reports import DraftCount
 
-Kind = tuple[str, int]  # It is the source, and the length of its match by its bits: 3, 4..7, 8..15, 16.
+Kind = tuple[str, int]  # It has the source, and the length of its match by its bits: 3, 4..7, 8..15, 16.
 
-_SEQUENCE_FADING, _RANK_FADING = 0.95, 0.995  # A guess's weight fades by it per later one.
-_PRIOR_WEIGHT = 1.5  # So many drafts of a sequence count for as much as what the rank has seen.
+_SEQUENCE_FADING, _RANK_FADING = 0.95, 0.995  # A guess's weight is multiplied by this for each later one.
+_PRIOR_WEIGHT = 1.5  # The rank's estimate weighs as much as so many drafts of the sequence.
 _UNKNOWN = 0.5
 
 
@@ -45,7 +45,7 @@ class _Counts:
 
 
 class Acceptance:
-    """It belongs to a sequence, or without `rank` to all of a rank."""
+    """It belongs to a sequence, or without `rank` to a whole rank."""
 
     def __init__(self, rank: "Acceptance | None" = None) -> None:
         self._rank = rank
@@ -64,7 +64,6 @@ class Acceptance:
 
 
 def count_right(guess: Sequence[int], actual: Sequence[int]) -> tuple[int, int]:
-    """Return how many of the first ids of a guess were right, and of how many that is known."""
     for index, (guessed, token_id) in enumerate(zip(guess, actual, strict=False)):
         if guessed != token_id:
             return index, index + 1
@@ -76,7 +75,8 @@ class DraftCounts:
     def __init__(self) -> None:
         self._drafted = Counter[str]()
         self._accepted = Counter[str]()
-        self.tokens_per_step = 0.0  # It is what a decoding sequence got lately, and 0 before there was one.
+        # It is the recent mean for a decoding sequence, or 0 before the first step.
+        self.tokens_per_step = 0.0
 
     def __repr__(self) -> str:
         return f"DraftCounts({self.by_source()} tokens_per_step={self.tokens_per_step:.2f})"
@@ -109,8 +109,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """It is the cost of a step without drafts, and of each draft in it; `limit_s` bounds the whole."""
-
     plain_s: float  # It is 0 where it was not measured, and then there are no drafts.
     draft_s: float
     limit_s: float | None = None
@@ -120,7 +118,7 @@ class StepCost:
 
 
 def share_rows(candidates: Sequence[Candidate], batch: int, max_drafts: int, cost: StepCost) -> list[int]:
-    """Return drafts by candidate, `max_drafts` at the most; `batch` sequences get one token in any case."""
+    """Return drafts by candidate, at most `max_drafts`; `batch` sequences get one token in any case."""
     counts = [0] * len(candidates)
     if cost.plain_s <= 0.0:
         return counts
@@ -146,7 +144,7 @@ def share_rows(candidates: Sequence[Candidate], batch: int, max_drafts: int, cos
 def share_rounds(
     candidates: Sequence[Candidate], batch: int, max_drafts: int, cost: StepCost, round_s: float
 ) -> list[int]:
-    """Return what share_rows does, where guessing takes `round_s` for each draft of whoever has most."""
+    """Do what share_rows does, where each round of guessing takes `round_s`."""
     best = [0] * len(candidates)
     if cost.plain_s <= 0.0:
         return best

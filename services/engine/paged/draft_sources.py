@@ -1,15 +1,15 @@
-"""Sources of drafts compare the end of a text with where it stood before; a guesser asks them. This is pure.
+"""Sources of drafts compare the end of a text with earlier places in it; a guesser asks them. This is pure.
 
-Hash chains tell where a text's last three ids stood, as in zlib's deflate (RFC 1951, section 4).
+Hash chains tell where a text's last three ids occurred before, as in zlib's deflate (RFC 1951, section 4).
 
     heads[hash of three ids]  ->  latest position behind such three  ->  the one before it  ->  ...
 
-Others may have the same hash, so whoever walks a chain compares. Siblings go on after the very same ids, as
-far as the radix tree has them; it is only read.
+Other ids may have the same hash, so whoever walks a chain compares the ids. Siblings continue after the very
+same ids, as far as the radix tree has them; the tree is only read.
 
-A guesser says what one sequence may go on with, and learns what became of it: every guess is compared with
-what followed, verified or not. A source that was wrong several times in a row is asked less often, until one
-was right again.
+A guesser tells how one sequence may continue, and learns from the result: every guess is compared with what
+followed, whether it was verified or not. A source that was wrong several times in a row is asked less often,
+until it is right again.
 """
 
 from array import array
@@ -25,14 +25,14 @@ from services.engine.paged.draft_chances import Acceptance, Kind, count_right
 from services.kv.block_hash import TOKEN_BYTES, pack_tokens, unpack_tokens
 from services.kv.radix_tree import Node
 
-LONGEST = 16  # So many ids are compared: a match of that length is hardly ever wrong.
+LONGEST = 16  # At most so many ids are compared: a match of that length is hardly ever wrong.
 
 Ids = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`ids` followed where the last `length` ids stood, or with LONGEST those or more."""
+    """`ids` followed an earlier place where the same `length` ids stood (LONGEST: those or more)."""
 
     ids: Ids
     length: int
@@ -40,17 +40,16 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The last match of a sequence had `end` ids, the last of which stood before `position`, too."""
+    """It is a sequence's last match: its first `end` ids ended like the text before `position`."""
 
     end: int = 0
-    position: int = 0  # It is 0 where there was none.
+    position: int = 0  # It is 0 without a match.
 
     def position_at(self, end: int) -> int:
         return self.position + end - self.end if self.position else 0
 
 
 def common_len(ids: Ids, end: int, others: Ids, position: int) -> int:
-    """Return how many ids before ids[end] and before others[position] are the same, LONGEST at the most."""
     most, length = min(LONGEST, end, position), 0
     while length < most and ids[end - 1 - length] == others[position - 1 - length]:
         length += 1
@@ -58,7 +57,6 @@ def common_len(ids: Ids, end: int, others: Ids, position: int) -> int:
 
 
 def first_longest(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the first (length, position) that is longest; a LONGEST one is not searched beyond."""
     best = 0, 0
     for place in places:
         if place[0] > best[0]:
@@ -69,17 +67,17 @@ def first_longest(places: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 
 class Source(Protocol):
-    """It serves one sequence, and is called once a step at the most, in microseconds."""
+    """It serves one sequence, and is called at most once a step; a call takes microseconds."""
 
     @property
     def name(self) -> str: ...
 
     def match(self, most: int) -> Continuation | None:
-        """Return what the ids so far go on with, 1 to `most` ids, and by how many of them it is known."""
+        """Return 1 to `most` ids that may come next, and the number of ids that matched."""
 
 
 NGRAM = 3
-NO_ID = -1  # It parts texts.
+NO_ID = -1  # It separates texts.
 _FEW = 64  # From so many positions on numpy is faster.
 
 # These are odd and below 2**32, so that a product with an id stays within 63 bits.
@@ -87,12 +85,12 @@ _FIRST, _SECOND, _THIRD, _SHIFT = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 13
 
 
 class NgramChains:
-    """Positions are counted from 0. Each that is remembered costs 8 bytes, and so does a head."""
+    """Positions are counted from 0. A remembered position costs 8 bytes, and so does a head."""
 
     def __init__(self, num_heads: int, num_kept: int | None = None) -> None:
-        """Both are powers of two. The last `num_kept` positions are remembered; with None all are."""
+        """Both are powers of two. The last `num_kept` positions are remembered, or all with None."""
         self._head_mask = num_heads - 1
-        self._heads = array("q", (0,)) * num_heads  # It has 1 + position, and 0 for none.
+        self._heads = array("q", (0,)) * num_heads  # It has 1 + position, or 0 for none.
         self._earlier = array("q", (0,)) * (num_kept or 0)  # It has the same by position.
         self._num_kept = num_kept
         self._last = [NO_ID] * NGRAM
@@ -103,9 +101,9 @@ class NgramChains:
         return 8 * (len(self._heads) + len(self._earlier))
 
     def double(self) -> None:
-        """Have twice as many heads and positions; none was forgotten so far.
+        """Double the numbers of heads and positions, before any position was forgotten.
 
-        It costs a copy: of the two heads that one becomes, either begins with its chain.
+        This is a copy: of the two heads that one becomes, each begins with its chain.
         """
         assert self._num_kept is not None and self.end <= self._num_kept
         self._heads += self._heads
@@ -114,8 +112,7 @@ class NgramChains:
         self._num_kept *= 2
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append ids to what was added before. With `num_kept` they are no more than that, and do not cross a
-        multiple of it."""
+        """Append ids. With `num_kept` there are at most so many, and they do not cross a multiple of it."""
         text = [*self._last, *ids]
         earlier = self._chain_many(text) if len(ids) > _FEW else self._chain_few(text)
         if self._num_kept is None:
@@ -146,7 +143,7 @@ class NgramChains:
         return earlier
 
     def _chain_many(self, text: list[int]) -> "array[int]":
-        """Chain as `_chain_few` does: positions of one slot stand together once sorted, in their order."""
+        """Chain as `_chain_few` does: a stable sort puts the positions of one slot together, in order."""
         ids = np.array(text, dtype=np.int64)
         slots = _slots(ids) & self._head_mask
         order = np.argsort(slots.astype(np.int32), kind="stable")
@@ -175,7 +172,7 @@ _MIN_HEADS, _MAX_HEADS = 1 << 10, 1 << 16
 
 
 class OwnNgrams:
-    """It has one sequence, whose ids only ever grow, and are read in place. It implements Source."""
+    """It finds matches in one sequence's own ids, which only grow and are read in place."""
 
     name = "lookup"
 
@@ -205,36 +202,34 @@ class OwnNgrams:
         return Continuation(self._repeated(position, end, most), length)
 
     def _places(self, end: int) -> Iterator[tuple[int, int]]:
-        """Yield (ids in common, position behind them), first where the last match would go on."""
         ids, position = self._ids, self._trail.position_at(end)
         yield common_len(ids, end, ids, position), position
         for position in islice(self._chains.walk(ids[-3], ids[-2], ids[-1]), _MOST_COMPARED):
             yield common_len(ids, end, ids, position), position
 
     def _repeated(self, first: int, end: int, most: int) -> Ids:
-        """Return ids[first:end] over and over: what stands there twice in a row may go on to."""
+        """Return ids[first:end], repeated: a text that occurs twice in a row may continue like this."""
         ids = self._ids[first : min(end, first + most)]
         return ids if len(ids) == most else (ids * (most // len(ids) + 1))[:most]
 
 
-WHOLE_PREFIX = 32  # It is the length of such a match, beside those of n-grams.
+WHOLE_PREFIX = 32  # It is the length of such a match; no n-gram match is as long.
 _MOST_SIBLINGS = 64  # A popular prompt has thousands of children.
 
 
 class Siblings:
-    """It has one sequence, whose ids only ever grow. It implements Source."""
+    """It finds continuations of one sequence, whose ids only grow, in the radix tree."""
 
     name = "tree"
 
     def __init__(self, ids: list[int], page_size: int, deepest: Callable[[], Node | None]) -> None:
-        """`deepest` returns the node of the sequence's last page in the tree, if there is one."""
         self._ids = ids
         self._deepest = deepest
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._under: Node | None = None
         self._followed: Node | None = None  # It is a child of `_under`.
-        self._seen = 0  # So many children of `_under` do not go on alike.
+        self._seen = 0  # So many children of `_under` continue differently.
 
     def match(self, most: int) -> Continuation | None:
         if (deepest := self._deepest()) is None:
@@ -247,9 +242,9 @@ class Siblings:
         return Continuation(_read(child, len(open_ids), most), WHOLE_PREFIX) if child is not None else None
 
     def _find(self, node: Node, open_ids: bytes) -> Node | None:
-        """Return the latest child that begins like that.
+        """Return the latest child that begins with `open_ids`.
 
-        The one that was followed so far is asked first, and all are asked anew only where there are others.
+        The child that matched before is tried first; all are tried only where there are new ones.
         """
         if self._followed is not None and self._followed.key.startswith(open_ids):
             return self._followed
@@ -262,8 +257,6 @@ class Siblings:
 
 
 def _descend(node: Node, open_ids: bytes, page_bytes: int) -> tuple[Node | None, bytes]:
-    """Go down by whole pages that the sequence has not published yet; None where the tree does not have
-    them."""
     below: Node | None = node
     while below is not None and len(open_ids) >= page_bytes:
         below, open_ids = below.children.get(open_ids[:page_bytes]), open_ids[page_bytes:]
@@ -278,8 +271,8 @@ def _read(child: Node, offset: int, most: int) -> Sequence[int]:
     return unpack_tokens(packed[:end])
 
 
-_GOOD = 0.8  # The other sources are not asked from this chance on.
-_PATIENCE = 4  # After so many wrong guesses in a row each one makes the rest a step longer.
+_GOOD = 0.8  # The other sources are not asked if the chance is at least this.
+_PATIENCE = 4  # After so many wrong guesses in a row each further one adds a step of rest.
 _MOST_RESTS = 8  # It counts steps.
 
 
@@ -287,7 +280,7 @@ _MOST_RESTS = 8  # It counts steps.
 class Guess:
     kind: Kind
     ids: Ids
-    chance: float  # It is that of each id, once those before are right.
+    chance: float  # It is the chance of each id, given that those before it are right.
 
     @property
     def source(self) -> str:
@@ -296,18 +289,17 @@ class Guess:
 
 class Guesser:
     def __init__(self, ids: list[int], sources: Sequence[Source], rank: Acceptance) -> None:
-        """`ids` are the sequence's, and only ever grow. The first of several sources that are as good is
-        taken."""
+        """`ids` are the sequence's, and only grow. Of sources that are equally good the first is used."""
         self._ids = ids
         self._sources = sources
         self._acceptance = Acceptance(rank)
         self._last: Guess | None = None
-        self._guessed_at = 0  # There were so many ids then.
-        self._wrong = 0  # It counts guesses in a row of which nothing was right.
-        self._rests = 0  # It counts steps to come.
+        self._guessed_at = 0  # There were so many ids at the last guess.
+        self._wrong = 0  # It counts the guesses in a row of which nothing was right.
+        self._rests = 0  # It counts the steps to rest.
 
     def guess(self, most: int) -> Guess | None:
-        """Return 1 to `most` ids. It is called once a step, whatever comes of it."""
+        """Return 1 to `most` ids, or None. It is called once a step, even if the guess will not be used."""
         self._compare()
         if self._rests > 0:
             self._rests -= 1

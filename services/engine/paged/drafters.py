@@ -1,8 +1,8 @@
-"""Drafts come from what was said before or from a small model, as an operator says.
+"""Drafts come from earlier text or from a small model, as the operator chooses.
 
-The engine core asks Drafting of whoever drafts, and gives drafts room. What was said before was said by the
-sequence itself and, if wanted, by others of its salt. A small model gives each sequence as many drafts as are
-worth what they cost; one that fails costs drafts and no request.
+The engine core asks Drafting for drafts, and finds pages for them. Earlier text is the sequence's own and, if
+the operator wants it, that of others with its salt. A small model gives each sequence as many drafts as are
+worth their cost; one that fails costs drafts and no request.
 """
 
 import logging
@@ -29,24 +29,22 @@ class Wish:
 
 
 class Drafting(Protocol):
-    """It is called from the engine's thread only. Nothing that it says changes what is generated."""
+    """Only the engine's thread calls it. Its drafts never change what is generated."""
 
     def propose(
         self, wishes: Sequence[Wish], max_drafts: int, step_times: StepTimes
     ) -> Sequence[Proposal | None]:
-        """Return for each wish what to verify, if anything; no more than `max_drafts` together."""
+        """Return for each wish what to verify, if anything; at most `max_drafts` ids together."""
 
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
-        """Note that a step has verified it: its first `num_accepted` ids were right, and are among
-        seq.ids."""
+        """Note that a step has verified it: its first `num_accepted` ids were right, and are in seq.ids."""
 
     def ended(self, seq: sequence.Sequence) -> None:
-        """Note that it asks for nothing any more, whether it ever did or not. Its ids are still there."""
+        """Note that a sequence needs no more drafts, whether it ever did or not. Its ids are still there."""
 
 
 class RoomAhead:
-    """It finds pages of `cache`, and of the per-request state, for drafts that nobody else needs at
-    present."""
+    """It finds pages, and units of per-request state, for drafts; it takes only what nobody needs now."""
 
     def __init__(
         self, cache: PrefixCache, carrying: Carrying, runner: ModelRunner, max_context_tokens: int
@@ -71,14 +69,14 @@ class RoomAhead:
         return chunk_of(seq, 1, self._page_size, ids)
 
     def give_back(self, seq: sequence.Sequence) -> None:
-        """Give back pages that only wrong drafts reached: for want of one another could be retracted."""
+        """Give back pages that only wrong drafts reached: nobody is to be retracted for lack of them."""
         assert seq.pages is not None
         needed = -(-len(seq.ids) // self._page_size)
         if len(seq.pages.pages) > needed:
             self._cache.shorten(seq.pages, needed)
 
     def _grow(self, seq: sequence.Sequence, num_drafts: int) -> int:
-        """Return for how many of its drafts there are slots; nothing cached goes for a guess, and nobody."""
+        """Return how many drafts get slots; nothing cached is evicted for them, and nobody retracted."""
         assert seq.pages is not None
         missing = -(-(len(seq.ids) + num_drafts) // self._page_size) - len(seq.pages.pages)
         if (can_have := min(missing, self._cache.books().free)) > 0:
@@ -86,18 +84,18 @@ class RoomAhead:
         return min(num_drafts, len(seq.pages.pages) * self._page_size - len(seq.ids))
 
 
-# A step takes in so many ids of all sequences together: prompts that come at once, long ones, are known a
-# little later rather than hold a step up. It takes 0.2 ms.
+# A step indexes at most so many ids of all sequences together, in 0.2 ms. Long prompts that come at the same
+# time are indexed a little later, so that no step is held up.
 _INDEXED_A_STEP = 2048
-_ADDED_AT_ONCE = 256  # So many ids of a running sequence are added to its salt's at once.
+_ADDED_AT_ONCE = 256  # A running sequence adds its ids to its salt's texts in pieces of this size.
 _NO_CANDIDATE = Candidate(0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class LookupSettings:
-    most: int = 5  # A sequence has so many drafts in a step at most.
-    shares: bool = False  # Drafts come also from others of the same salt.
-    shares_unsalted: bool = False  # They do so where the salt is empty, too.
+    most: int = 5  # It limits the drafts of a sequence in a step.
+    shares: bool = False  # Drafts also come from other sequences of the same salt.
+    shares_unsalted: bool = False  # This applies to sequences without a salt, too.
     itl_target_s: float | None = None
 
 
@@ -109,8 +107,6 @@ class _LookedUp:
 
 
 class Drafter:
-    """It implements Drafting."""
-
     def __init__(self, settings: LookupSettings, page_size: int) -> None:
         self._settings = settings
         self._page_size = page_size
@@ -136,7 +132,7 @@ class Drafter:
         ]
 
     def note(self, seq: sequence.Sequence, proposal: Proposal, num_accepted: int) -> None:
-        """The ids that the sequence goes on with tell as much, and more."""
+        """The ids of the sequence tell as much, and more, so nothing is noted here."""
 
     def ended(self, seq: sequence.Sequence) -> None:
         drafted = self._drafted.pop(seq, None)
@@ -158,7 +154,8 @@ class Drafter:
         own, of_salt = OwnNgrams(seq.ids), None
         sources: list[Source] = [own]
         if self._may_share(seq):
-            # The others learn of the prompt only what the answer goes on from: they have what they are asked.
+            # The salt's texts get only the end of the prompt, which the answer continues: the others have
+            # prompts of their own.
             of_salt = SaltNgrams(seq.ids, seq.request.cache_salt, self._shared, len(seq.request.prompt_ids))
             siblings = Siblings(seq.ids, self._page_size, lambda: seq.pages.node if seq.pages else None)
             sources = [own, siblings, of_salt]
@@ -167,14 +164,14 @@ class Drafter:
         return drafted
 
     def _may_share(self, seq: sequence.Sequence) -> bool:
-        """Return whether it may share: speed tells what others of the salt have said, who without a salt are
-        all."""
+        """Return whether it may share. The speed reveals what others with the same salt have generated; all
+        sequences without a salt share the empty one."""
         settings = self._settings
         return settings.shares and (bool(seq.request.cache_salt) or settings.shares_unsalted)
 
 
 def step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> StepCost:
-    """Leave drafts half at most of what the target leaves: the rest is for prompts."""
+    """Return the cost of a step, with a limit that leaves half of the target's spare time to prompts."""
     plain_s = step_times.decode_s(batch)
     limit_s = (plain_s + target_s) / 2 if target_s is not None else None
     return StepCost(plain_s, step_times.draft_s, limit_s)
@@ -182,7 +179,7 @@ def step_cost(step_times: StepTimes, batch: int, target_s: float | None) -> Step
 
 log = logging.getLogger(__name__)
 
-_MOST_IN_A_ROW = 5  # It does not recover after so many.
+_MOST_IN_A_ROW = 5  # After so many failures in a row it is not used any more.
 
 
 class DraftFailures:
@@ -196,7 +193,6 @@ class DraftFailures:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Log whatever fails, and go on behind it."""
         try:
             yield
         except Exception:
@@ -209,24 +205,22 @@ class DraftFailures:
 
 
 _KIND = "draft", 0
-# A sequence that is not worth a draft tries one every so many steps: all in the same step, for a round takes
-# as long for one as for all, and one in 32 that costs a fifth of a step is 0.6 %. Those that were wrong take
-# every second of these occasions, then every fourth, every eighth; newcomers the eighth at once where nobody
-# is right.
+# A sequence that is not worth a draft tries one every so many steps. All try in the same step, because a
+# round takes as long for one as for all; one in 32 that costs a fifth of a step is 0.6 %. After wrong drafts
+# a sequence takes every second of these occasions, then every fourth, every eighth. A newcomer begins with
+# every eighth where hardly any draft is right.
 _TRY_EVERY = 32
 _LONGEST_REST = 8
-_HOPELESS = 0.1  # It is the chance of a draft.
+_HOPELESS = 0.1  # It is a chance of a draft.
 
 
 @dataclass(slots=True)
 class _Modelled:
     acceptance: Acceptance
-    rest: int  # It tries at each so-many-th occasion.
+    rest: int  # It takes one of so many occasions.
 
 
 class ModelDrafter:
-    """It implements Drafting."""
-
     def __init__(
         self, draft: DraftModel, page_size: int, most: int, itl_target_s: float | None = None
     ) -> None:
@@ -302,19 +296,19 @@ Mode = Literal["off", "lookup", "tree", "draft"]
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """`lookup` goes on as the sequence itself did, `tree` also as others of its salt did, `draft` as a small
-    model does."""
+    """`lookup` continues as the sequence itself did, `tree` also as others of its salt did, `draft` as a
+    small model does."""
 
     mode: Mode = "off"
-    draft_tokens: int = 5  # A sequence has so many in a step at most.
-    unsalted: bool = False  # It allows `tree` where the salt is empty, too.
+    draft_tokens: int = 5  # It limits the drafts of a sequence in a step.
+    unsalted: bool = False  # It allows `tree` for the empty salt, too.
 
     def drafting(self, runner: ModelRunner, itl_target_s: float | None) -> Drafting | None:
         page_size = runner.layout.page_size
         if self.mode == "off":
             return None
         if self.mode == "draft":
-            assert runner.draft is not None  # EngineConfig sees to it.
+            assert runner.draft is not None  # EngineConfig ensures this.
             return ModelDrafter(runner.draft, page_size, self.draft_tokens, itl_target_s)
         shares = self.mode == "tree"
         return Drafter(LookupSettings(self.draft_tokens, shares, self.unsalted, itl_target_s), page_size)

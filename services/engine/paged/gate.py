@@ -1,9 +1,7 @@
-"""The gate lets those that wait into the pool, by what there is, what each takes, and what those that run
-need.
+"""The gate admits waiting sequences to the pool if enough pages are free for them and for all that run.
 
-admitting.py decides. A round of decisions is made only when there is news, that is when
-something has happened that may let somebody in: weighing takes time, which those that decode would feel at
-every token.
+admitting.py decides. The gate makes a round of decisions only when there is news, which is anything that may
+let somebody in: weighing takes time, and decoding sequences would feel it at every token.
 """
 
 from collections import Counter
@@ -26,8 +24,6 @@ from services.kv.prefix_cache import PrefixCache
 
 
 class BatchSlots:
-    """It bounds the batch by number, and by how long a step takes. `active` are those that have pages."""
-
     def __init__(self, limits: Limits, times: StepTimes, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._times = times
@@ -37,8 +33,7 @@ class BatchSlots:
         return self._allows(sum(seq.phase in WITH_SLOT for seq in active) + 1, receiving=0)
 
     def one_more_receives(self, active: SequenceOf[Sequence]) -> bool:
-        """Return whether one more would find a slot when all have landed; those that are overdue do not
-        count."""
+        """Return whether one more would find a slot once all have landed; overdue sequences do not count."""
         now_s = self._clock()
         overdue = sum(self._is_overdue(seq, now_s) for seq in active)
         receiving = sum(seq.phase not in WITH_SLOT for seq in active) - overdue
@@ -80,10 +75,10 @@ class Gate:
             -1,
             True,
             True,
-        )  # By this news nobody could be let in, though these might have been.
-        # By this news an exchange of these two would not have been enough.
+        )  # No sequence could be admitted at this count of news, though these two kinds were allowed.
+        # At this count of news, an exchange of these two sequences would not have freed enough.
         self._no_exchange: tuple[int, Sequence, Sequence] | None = None
-        self.reserved_pages = 0  # It is for the growth of those that run, when last looked at.
+        self.reserved_pages = 0  # These are for the growth of running sequences, as of the last look.
         self.overtakes = 0
 
     def __len__(self) -> int:
@@ -94,8 +89,6 @@ class Gate:
 
     @property
     def admitted_per_s(self) -> float:
-        """Return how many of those that wait come in a second; 0 where nobody does, or it is not known
-        yet."""
         return self._rate.per_s(self._clock())
 
     # -- what happens -----------------------------------------------------------------------------
@@ -111,7 +104,6 @@ class Gate:
         self._news += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Take out one that was cancelled; those behind it come into reach."""
         self._queue.remove(seq)
         self._note_if_empty()
         self._news += 1
@@ -128,7 +120,7 @@ class Gate:
     def next(
         self, active: Collection[Sequence], *, may_receive: bool = True, may_compute: bool = True
     ) -> Sequence | None:
-        """Return who would come in beside `active`; None where nobody has room, or only one that may not."""
+        """Return who would come in beside `active`, or None where nobody fits who may come in."""
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
         self._order(active)
@@ -154,19 +146,19 @@ class Gate:
     def exchange(
         self, active: Collection[Sequence], has_place: Callable[[Sequence, list[Sequence]], bool]
     ) -> tuple[Sequence, Sequence] | None:
-        """Return who is to come in, the first in turn, and who of `active` is to go back for it.
+        """Return which sequence is to come in, the first in turn, and which of `active` goes back for it.
 
-        The latter is one of a tenant that will still run no fewer than that one's. `has_place(seq, others)`
-        says whether it could run beside the others, apart from pages.
+        The one that goes back belongs to a tenant that will still run no fewer sequences than the other's
+        tenant. `has_place(seq, others)` tells whether `seq` could run beside the others, apart from pages.
 
         Returns:
-            None where the tenants run as many as each other, or to send one back would not be enough.
+            None where the tenants run equally many, or where sending one back would not free enough.
         """
         if not (self._queue and self._are_of_others(active)):
             return None
         self._order(active)
         seq = next(iter(self._queue))
-        # A sequence that has landed and waits for its slot has none to give.
+        # A sequence that has landed and waits for its slot has no slot to give.
         victim = gives_way(seq, [each for each in active if seq.receives or each.phase in RUNNING])
         if victim is None:
             return None
@@ -193,18 +185,16 @@ class Gate:
         return waiting.num_pages + growth.peak_with(self._newcomer(seq, waiting)) <= available
 
     def _is_blocked(self, may_receive: bool, may_compute: bool) -> bool:
-        """Return whether nobody may come in, or nobody has since the last news though all might that may
-        now."""
         news, received, computed = self._blocked_at
         same = news == self._news and may_receive <= received and may_compute <= computed
         return same or not (may_receive or may_compute)
 
     def reserve(self, seq: Sequence, active: Collection[Sequence]) -> bool:
-        """Take in whom `next` or `exchange` has named: lock its cached prefix, take pages for the rest.
+        """Admit whom `next` or `exchange` returned: lock the cached prefix, and allocate the other pages.
 
         Returns:
-            False when part of that prefix is cached no more, evicted for one that came in since it was
-            weighed. Then it waits on, to be weighed again.
+            False where part of that prefix was evicted for another admission after the weighing. The sequence
+            then keeps waiting, and is weighed again.
         """
         assert seq.lookup is not None
         pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
@@ -218,7 +208,7 @@ class Gate:
         if seq.retractions == 0:  # Otherwise it has matched what it computed itself.
             self._cache.protect(pages)
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
-            self._news += 1  # It is news to those who share that prefix, which is held now.
+            self._news += 1  # Sequences that share this prefix now find it locked.
         self._order(active)
         self.overtakes += self._queue.take(seq, self._clock())
         self._rate.taken(self._clock())
@@ -248,7 +238,6 @@ class Gate:
         return -(-(len(seq.ids) + (not seq.single_token)) // self._cache.page_size)
 
     def growth_pages(self, active: Collection[Sequence]) -> int:
-        """Return how many pages those that run are expected to need yet."""
         return self._growth(active).peak
 
     def _growth(self, active: Collection[Sequence]) -> Growth:

@@ -1,12 +1,12 @@
-"""The boundary between the engine core (pages, tree, batches) and what computes tokens.
+"""This is the boundary between the engine core (pages, tree, batches) and what computes tokens.
 
-Log-probabilities of a prompt's tokens are a part of it: which rows of a chunk report them, and what they have
+It includes log-probabilities of a prompt's tokens: which rows of a chunk report them, and what they have
 reported.
 
-    position     0   1   2   3   4   5         a prompt of 6, asked for from 3 on
-    its row      .   .   3   4   5   next      the row of a token tells of the one behind it
+    position     0   1   2   3   4   5         a prompt of 6 tokens, requested from 3 on
+    its row      .   .   3   4   5   next      the row of a token reports on the token behind it
 
-So who computes takes nothing from the cache past position 2, and rows 2, 3 and 4 are asked, in any chunks.
+So the sequence uses nothing that is cached behind position 2, and rows 2, 3 and 4 report, in any chunks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +22,12 @@ from services.values.request import GenerationRequest, SamplingParams, TokenLogp
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A chunk's rows are asked for each id how probable it is behind the tokens before it."""
+    """Rows of a chunk are to report the log-probability of each id, given the tokens before it."""
 
-    first: int  # It is the position of the first id, whose row is the one before.
+    first: int  # It is the position of the first id, on which the row before it reports.
     token_ids: Sequence[int]
     num_top: int
-    tell: Callable[[PromptLogprobs], None]  # The step calls it once, with all of them.
+    tell: Callable[[PromptLogprobs], None]  # The step calls it once, with all log-probabilities.
 
     @property
     def rows(self) -> range:
@@ -36,10 +36,8 @@ class Scoring:
 
 @dataclass(slots=True, eq=False)
 class ScoredPrompt:
-    """It belongs to one sequence and is touched by the engine's thread only."""
-
     prompt_ids: Sequence[int]
-    next: int  # It is the position of the first token about which nothing has been reported.
+    next: int  # It is the position of the first token that is not yet reported.
     num_top: int
     pieces: list[PromptLogprobs] = field(default_factory=list)
 
@@ -48,9 +46,9 @@ class ScoredPrompt:
         return self.next - 1
 
     def asked_of(self, start: int, end: int) -> Scoring | None:
-        """Return what is requested of a chunk of positions [start, end), or None where nothing is.
+        """Return what a chunk of positions [start, end) is to report, or None where it reports nothing.
 
-        The chunk may compute again what has been reported, and skip nothing.
+        The chunk may recompute tokens that were reported before, but may not skip any.
         """
         assert start < self.next, (
             f"nobody computes what tells of token {self.next}: a chunk starts at {start}"
@@ -68,13 +66,12 @@ class ScoredPrompt:
 
 
 def scores_of(request: GenerationRequest) -> ScoredPrompt | None:
-    """Return None where no scores are requested. Raises InvalidRequest where they cannot be had."""
+    """Return None where no scores are requested. Raise InvalidRequest where they are not available."""
     scored, num_top = request.scored, request.sampling.prompt_logprobs
     return None if num_top is None else ScoredPrompt(request.prompt_ids, scored.start, num_top)
 
 
 def check_told(told: PromptLogprobs | None, request: GenerationRequest) -> None:
-    """Raises PeerFailed where a prefill rank has reported other tokens than it was asked for."""
     num_told = None if told is None else (len(told), told.num_top)
     num_top = request.sampling.prompt_logprobs
     asked = None if num_top is None else (len(request.scored), num_top)
@@ -103,36 +100,36 @@ class TailPages:
 class Chunk:
     """A chunk is what one sequence contributes to a step: tokens whose KV is to be computed and stored.
 
-    Nobody changes one. It is not frozen, for there is one for each token of each step, and what is frozen
-    takes thrice as long to make.
+    Nobody changes one. It is not frozen, because there is one for each token of each step, and a frozen one
+    takes three times as long to make.
 
-    The chunk's tokens are at positions [start, start + len(token_ids)); the KV of [0, start) is in the pages
-    already, and the state after `start` tokens in the slot (which is taken for zeros at 0). Page i of `pages`
+    The chunk's tokens are at positions [start, start + len(token_ids)). The KV of [0, start) is in the pages
+    already, and the state after `start` tokens is in the slot (which counts as zeros at 0). Page i of `pages`
     holds positions [i * page_size, (i + 1) * page_size).
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[PageId]
-    sample: bool  # The token that follows the chunk is chosen.
+    sample: bool  # The token that follows the chunk is to be chosen.
     sampling: SamplingParams
-    # Only read when `sample` is set. `history` is every id up to and with the chunk's last one, drafts apart;
-    # its last `num_output_ids` ids are generated ones (penalties, min_tokens, bad_token_ids).
+    # These are read only where `sample` is set. `history` has all ids up to the chunk's last one, without
+    # drafts; its last `num_output_ids` ids were generated (for penalties, min_tokens, bad_token_ids).
     history: Sequence[int] = ()
     num_output_ids: int = 0
     eos_token_ids: tuple[int, ...] = ()
-    # What follows is about the groups beside full attention (KvLayout.carried).
+    # The next fields concern the groups beside full attention (KvLayout.carried).
     store_from: int = 0  # Full attention's K and V before it are in the pages, where others may read them.
     tails: tuple[TailPages, ...] = ()  # They have one entry for each windowed group, in the layout's order.
-    # It has the recurrent state, before and after; no other chunk of the step has it.
+    # The slot has the recurrent state, before and after; no other chunk of the step has the same slot.
     slot: int | None = None
-    # Its last tokens are guesses: each is to be kept where it is what would have been chosen. `history` ends
-    # before them.
+    # So many last tokens are drafts: each is kept if it is what would be chosen. `history` ends before them.
     num_drafts: int = 0
     matcher: Matcher | None = None  # It is set where the chunk samples, and stands at the end of `history`.
-    # Its tokens were chosen here or elsewhere, one by one: recurrent layers compute them so again.
+    # Its tokens were chosen here or elsewhere, one by one: recurrent layers compute them one by one again.
     generated: bool = False
-    scoring: Scoring | None = None  # It is what else the rows report, about the prompt's next tokens.
+    # It tells what else the rows are to report, about the prompt's next tokens.
+    scoring: Scoring | None = None
 
     @property
     def end(self) -> int:
@@ -144,9 +141,9 @@ class Chunk:
 
     @property
     def banned_ids(self) -> frozenset[int]:
-        """Return the ids that must not come next, as each would end a sequence of bad_token_ids.
+        """Return the ids that must not come next, because each would complete a sequence of bad_token_ids.
 
-        What came before the output is no part of such a sequence.
+        Tokens before the output do not count as part of such a sequence.
         """
         bad = self.sampling.bad_token_ids
         longest = min(max(map(len, bad), default=1) - 1, self.num_output_ids)
@@ -159,62 +156,61 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """NO_TOKEN says that constraint and bans together allow no token that the vocabulary has."""
+    """NO_TOKEN means that constraint and bans together allow no token of the vocabulary."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
 class RunnerFailed(Exception):
-    """A step could not be computed, for the reason that is its cause; its KV is undefined."""
+    """A step could not be computed, for the reason that is its cause; the step's KV is undefined."""
 
 
 class DraftModel(Protocol):
     """A small model beside a runner's own drafts what that may choose next.
 
-    Its KV is a shadow of the target's: a pool of its own with as many pages, allocated by the same ids. It
-    has no books, nobody waits for it, and what it lacks of a sequence it computes or does not draft. It
-    decides how fast tokens come, never which nor whether: where it fails there are no drafts. It is called
-    from the engine's thread only.
+    Its KV shadows the target's: its pool has as many pages, which are allocated by the same ids. It has no
+    books, and nobody waits for it. What it lacks of a sequence it computes, or it does not draft. It affects
+    how fast tokens come, and never which tokens: where it fails there are no drafts. Only the engine's thread
+    calls it.
     """
 
     @property
     def memory(self) -> PoolMemory:
-        """Return its pool: page i shadows page i of full attention; `layout.draft` says what one is."""
+        """Return its pool: page i shadows page i of full attention; `layout.draft` describes a page."""
 
     @property
     def step_s(self) -> float:
-        """Return the seconds that one draft for each sequence of a batch took lately; 0 where it is not known
-        yet."""
+        """Return the recent seconds per round, with one draft for each sequence; 0 where that is unknown."""
 
     def lent(self, pages: Sequence[PageId]) -> None:
-        """Note that the target's pages were allocated anew: nothing in them belongs to who has them now."""
+        """Note that these pages of the target have a new owner, to whom nothing in them belongs."""
 
     def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
-        """Note that its KV of `num_tokens` tokens came by wire into these pages, from the first one's start
-        on."""
+        """Note that its KV of `num_tokens` tokens was received into these pages, from the start of the first
+        one on."""
 
     def held_tokens(self, pages: Sequence[PageId]) -> int:
-        """Return of how many leading tokens of a sequence with these pages it has the KV."""
+        """Return the number of leading tokens, of a sequence with these pages, whose KV it has."""
 
     def propose(self, chunks: Sequence[Chunk], counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Return for each decoding sequence up to so many ids that may follow its newest one.
 
-        A chunk is what the sequence computes next, without drafts: that newest token, `history` with it.
-        There are none where the draft's KV of the sequence lacks more than a step computes; each call goes on
-        with that.
+        A chunk has what the sequence computes next, without drafts: the newest token, which `history`
+        includes. There are no drafts where the draft model lacks more KV of the sequence than a step
+        computes; each call computes some of it.
         """
 
 
 class ModelRunner(Protocol):
-    """Every method but `read_pages` is called from the engine's thread only."""
+    """Only the engine's thread calls its methods, except for `read_pages`."""
 
     @property
     def draft(self) -> DraftModel | None:
         """Return the draft model, if any.
 
-        Then `run` has it compute prompt chunks, too, and `read_pages` reads its pool as the group behind the
-        layout's last.
+        With one, `run` also has it compute prompt chunks, and `read_pages` reads its pool as the group behind
+        the layout's last.
         """
 
     @property
@@ -235,25 +231,25 @@ class ModelRunner(Protocol):
 
     @property
     def max_step_drafts(self) -> int:
-        """Return the most drafts in one step, of all its chunks together."""
+        """Return the limit on drafts in one step, over all chunks."""
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        """Compute one step: store every chunk's KV into its pages, choose the tokens asked for.
+        """Compute one step: store every chunk's KV into its pages, and choose the requested tokens.
 
-        When it returns, the KV is in memory and may be read by a transport. Chunks of any lengths may be
+        When it returns, the KV is in memory, where a transport may read it. Chunks of any lengths may be
         mixed. No two chunks write the same page; they may read the same ones.
 
-        A chunk with drafts gets the choice before each of them and after the last, as they would be without
-        drafts, up to the first that is not what was guessed: 1 to num_drafts + 1 of them. Its slot then has
-        the state after start + that many tokens. The KV of drafts that were wrong stays behind in its pages;
-        whoever writes these positions next writes over it.
+        A chunk with drafts gets the choices before each of them and after the last, up to the first that
+        differs from its draft: 1 to num_drafts + 1 choices, the same as without drafts. Its slot then has the
+        state after start + that many tokens. The KV of wrong drafts stays in its pages, until these positions
+        are written again.
 
-        A chunk gets none of its banned ids, and with a matcher only what that allows; the matcher stays where
-        it is. What its scoring requests is reported before it returns, unless it raises; for all chunks
-        together that takes little memory.
+        A chunk gets none of its banned ids, and with a matcher only ids that it allows; the matcher is not
+        advanced. What its scoring requests is reported before it returns, unless it raises; that takes little
+        memory for all chunks together.
 
         Returns:
-            One entry per chunk, () where `sample` is not set.
+            One entry per chunk, which is () where `sample` is not set.
         """
 
     @property
@@ -261,20 +257,20 @@ class ModelRunner(Protocol):
 
     @property
     def steps_by_way(self) -> Mapping[str, int]:
-        """Return how many steps were replayed from a graph, and how many computed anew; it is empty where
-        there is one way only."""
+        """Return how many steps were replayed from a graph, and how many computed anew; it is empty if there
+        is only one way."""
 
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy states, from the first slot of each move to the second; it is called between steps.
+        """Copy states between two steps, from the first slot of each move to the second.
 
-        When it returns they are in memory: a transport may read and write the slots.
+        When it returns they are in memory, where a transport may read and write the slots.
         """
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
         """Yield the bytes of each unit of a group's pool, copied to the host's memory where they are
         elsewhere.
 
-        What it gives is valid until the next is taken, or this thread reads anew. Any thread may call.
+        The bytes are valid until the next ones are taken, or this thread reads again. Any thread may call it.
         """
 
     def close(self) -> None: ...

@@ -1,17 +1,17 @@
-"""A core's pulls, from either side: what a source writes of a sequence's prompt, what others may read here.
+"""A core's pulls have two sides: sources write prefixes into pages here, and other ranks read pages of ours.
 
     here    WAITING --admitted, a source holds more--> PULLING --landed--------------------> COMPUTING
                                                           |----failed----------------------------^
                                                           `----failed, set aside--> lacks pages--'
     here    NEW --taken over (take_overs.py)--> PULLING --landed, failed--> ENDED
-    holder  grant(room, ids): the longest match, or the deepest checkpoint on it, locked --> Granted
-            --> a transfer's room reads it --> ended(room): unlocked
+    holder  grant(id, ids): the longest match, or the deepest checkpoint on it, locked --> Granted
+            --> a transfer reads it --> grant_ended(id): unlocked
 
 Rule 1: a grant allocates nothing and waits for nothing. So two ranks that pull from each other never wait for
         each other.
-Rule 2: what is granted is locked from the match until the room lets go of it.
-Rule 3: nothing on its way counts: pages are published when they have landed, and never while a source may
-        write them. Pages that it may still write wait in quarantine, and the sequence gets others.
+Rule 2: what is granted is locked from the match until the transfer has ended.
+Rule 3: pages are published only when they have landed, and never while a source may write them. Pages that
+        it may still write wait in quarantine, and the sequence gets others.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -29,7 +29,7 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import PageId
 from services.values.rank import Room
 
-# A first grant may be of any size. What is locked cannot be evicted for those that run here.
+# The first grant may be of any size. Locked pages cannot be evicted for the sequences that run here.
 _MOST_SHARE = 8
 _MOST_GRANTS = 8
 
@@ -37,31 +37,27 @@ _MOST_GRANTS = 8
 @dataclass(frozen=True, slots=True)
 class Granted:
     end: int  # It is in tokens.
-    pages: tuple[PageId, ...]  # They are full attention's, from position 0 on.
-    carried: tuple[tuple[PageId, ...], ...]  # They are by group, as in core_events.Carried.
+    pages: tuple[PageId, ...]  # These are pages of full attention, from position 0 on.
+    carried: tuple[tuple[PageId, ...], ...]  # The units are listed by group, as in core_events.Carried.
     with_draft: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    word: str  # It is one of common.proto's.
+    word: str  # It is one of the words in common.proto.
     held_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class PullHooks:
-    """A core is asked to do this for a sequence that pulls."""
-
     publish: Callable[[sequence.Sequence], None]
     offer: Callable[[sequence.Sequence], None]
-    # What the sequence has, and waits for, is told as Reserved.
+    # It reports the sequence's pages, and what it waits for, as Reserved.
     report: Callable[[sequence.Sequence, Wanted | None], None]
     gate: Gate
 
 
 class Pulls:
-    """It belongs to one core, and is called from its thread."""
-
     def __init__(
         self,
         cache: PrefixCache,
@@ -72,13 +68,12 @@ class Pulls:
         active: Collection[sequence.Sequence],
         hooks: PullHooks,
     ) -> None:
-        """`active` are the core's sequences that have pages, as they are at any time."""
         self._cache = cache
         self._carried = carried
         self._carrying = carrying
         self._draft = draft
         self._clock = clock
-        self._active = active
+        self._active = active  # It changes as sequences get pages and end.
         self._hooks = hooks
         self._granted: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
         self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock, active)
@@ -97,7 +92,6 @@ class Pulls:
 
     @property
     def num_holders(self) -> int:
-        """Return how many grants hold pages, and prefixes that are being taken over."""
         return len(self._granted) + len(self.taking)
 
     @property
@@ -105,7 +99,7 @@ class Pulls:
         return sum(len(pages.pages) for pages, _ in self._granted.values())
 
     def grant(self, room: Room, ids: Sequence[int], salt: str, least_end: int) -> Granted | Refused | None:
-        """Hold what is here of `ids`, in whole pages; None where the room has its grant already."""
+        """Lock the whole pages of `ids` that are here; return None if the transfer has its grant already."""
         if room in self._granted:
             return None
         found = self._cache.look_up(ids, salt)
@@ -114,7 +108,8 @@ class Pulls:
             return Refused("evicted", held)
         if self._is_busy(held // self._cache.page_size):
             return Refused("busy", held)
-        pages = self._cache.open(ids, salt, held, protect=False)  # Nobody here has requested it again.
+        # No request here asked for the prefix again, so it is not protected.
+        pages = self._cache.open(ids, salt, held, protect=False)
         carried = self._carried.grant(pages.node, held)
         if carried is None:
             self._cache.close(pages)
@@ -124,7 +119,6 @@ class Pulls:
         return Granted(held, tuple(pages.pages), self._carried.units_of(carried), with_draft)
 
     def grant_ended(self, room: Room) -> None:
-        """Note that nobody reads for the room any more, which may have no grant."""
         if (held := self._granted.pop(room, None)) is None:
             return
         self._cache.close(held[0])
@@ -140,7 +134,6 @@ class Pulls:
     # -- what is written here -------------------------------------------------------------------------
 
     def begin(self, seq: sequence.Sequence) -> Wanted | None:
-        """Begin to pull, where it comes in for the first time, and its source holds more than is here."""
         source, seq.source = seq.source, None
         if source is None or seq.receives or seq.retractions:
             return None
@@ -159,27 +152,26 @@ class Pulls:
         return Wanted(end, expected_end, resumes_at)
 
     def _who_pulls(self, seq: sequence.Sequence, end: int) -> sequence.Sequence | None:
-        """Return who pulls the same beginning already, from whomever."""
         salt = seq.request.cache_salt
         pulling = (other for other in self._active if other.phase is Phase.PULLING and other.pulls_to >= end)
         alike = (other for other in pulling if other.request.cache_salt == salt)
         return next((other for other in alike if other.ids[:end] == seq.ids[:end]), None)
 
     def bring(self, seq: sequence.Sequence) -> bool:
-        """Return whether another one pulls still what this one would compute."""
+        """Return whether another sequence is still pulling what this one would compute."""
         other = seq.awaits
         return other is not None and other.phase is Phase.PULLING and not other.lacking_pages
 
     def up_to(self, seq: sequence.Sequence, end: int) -> None:
-        """Reserve units for the state at another end than was expected; no ticket for the others has left."""
+        """Reserve units for the state at `end` instead; no ticket for the old units has been sent."""
         if seq.phase is Phase.PULLING:
             self._carrying.pull_up_to(seq, end)
             self._hooks.report(seq, None)
 
     def landed(self, seq: sequence.Sequence, end: int, *, with_draft: bool) -> None:
-        """Note that a source has written what a sequence lacked before `end`, and writes no more."""
+        """Note that a source has written what the sequence lacked before `end`, and writes no more."""
         if seq.phase is not Phase.PULLING:
-            return  # It was cancelled meanwhile.
+            return  # It has been cancelled since.
         self.note_draft(seq, end, with_draft)
         seq.reused_tokens += end - seq.computed
         seq.computed, seq.stored = end, max(seq.stored, end)
@@ -191,7 +183,7 @@ class Pulls:
         self._compute(seq)
 
     def failed(self, seq: sequence.Sequence) -> None:
-        """Note that no source writes a sequence's pages, or only those that were set aside."""
+        """Note that no source writes the sequence's pages any more, apart from those that were set aside."""
         if seq.only_pulls:
             self.taking.end(seq)
         elif seq.phase is Phase.PULLING and not seq.lacking_pages:
@@ -204,7 +196,6 @@ class Pulls:
         self._hooks.offer(seq)
 
     def note_draft(self, seq: sequence.Sequence, end: int, received: bool) -> None:
-        """Note that the draft model's pages, too, were written behind what was stored, if they were."""
         if received and end > seq.stored:
             assert seq.pages is not None and self._draft is not None
             page_size = self._cache.page_size
@@ -214,9 +205,9 @@ class Pulls:
     # -- what may be written still --------------------------------------------------------------------
 
     def set_aside(self, seq: sequence.Sequence, room: Room, end: int) -> None:
-        """Keep pages up to `end`, and units, from reuse that a source may write still for this room.
+        """Keep pages up to `end`, and units, from reuse: a source may still write them for this transfer.
 
-        The sequence, which is PULLING, gets others before anybody new comes in.
+        The sequence, which is PULLING, gets other pages before any new one is admitted.
         """
         assert seq.pages is not None and seq.carried is not None
         num_pages, kept = len(seq.pages.pages), seq.pages.num_published
@@ -231,7 +222,6 @@ class Pulls:
         self._hooks.gate.note_news()
 
     def end_aside(self, room: Room) -> None:
-        """Note that nobody writes what was set aside for this room."""
         pages, carried = self._aside.pop(room)
         self._cache.end_quarantine(pages)
         self._carried.end_quarantine(carried)
@@ -239,15 +229,14 @@ class Pulls:
 
     @property
     def lacking(self) -> list[sequence.Sequence]:
-        if self._lacking:  # It is asked for at every step.
+        if self._lacking:  # Every step reads this property, so an empty list is returned at once.
             self._lacking = [seq for seq in self._lacking if seq.lacking_pages and seq.phase is Phase.PULLING]
         return self._lacking
 
     def refill(self) -> bool:
-        """Give those that lack pages others, as far as there are any, and let them compute.
+        """Give sequences that lack pages others, as far as there are any, and let them compute.
 
-        Returns:
-            True where one has got some.
+        Return True where one got its pages.
         """
         refilled = False
         for seq in self.lacking:

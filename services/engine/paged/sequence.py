@@ -10,18 +10,16 @@
        +<--renegotiated (the delta must start earlier)    |           |            |
        +------------------------retracted (pages were short)----------+------------+
 
-One that fills has its slot in the batch, for a read is waited for within bounds (paged/tiering.py). A
-sequence that only receives takes no slot in the batch, for it may take for ever. One that has landed and
-finds no slot is the next to get one, before all that are new.
+A sequence that fills or pulls has a slot in the batch, because reads and sources are waited for within bounds
+(paged/tiering.py, paged/pulls.py). A sequence that only receives has no slot, because it may take for ever.
+One that has landed and finds no slot gets the next one, before all new sequences.
 
-Retraction keeps the full pages in the tree, unlocked: whoever is retracted matches its own prefix when it
-comes in again, and computes what was evicted meanwhile. In the prefill role nobody is retracted: a room
-may be reading the pages.
+Retraction keeps the full pages in the tree, unlocked: a retracted sequence matches its own prefix when it is
+admitted again, and computes what was evicted since. In the prefill role no sequence is retracted, because a
+transfer may be reading its pages.
 
-One that pulls has its slot in the batch, for a source is waited for within bounds (paged/pulls.py).
-
-ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first
-token; its pages stay until the room has let go of them (`room_open`).
+ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first token; its
+pages stay until its transfer has ended (`room_open`).
 """
 
 from dataclasses import dataclass, field
@@ -39,14 +37,14 @@ from services.values.request import FinishReason, GenerationRequest
 
 
 class Phase(Enum):
-    NEW = auto()  # It is not submitted, or was refused.
+    NEW = auto()  # It was not submitted, or was refused.
     WAITING = auto()  # It is queued and holds nothing.
     RECEIVING = auto()  # Its pages are reserved; prefill writes them.
     LANDED = auto()  # Its pages are written and its first token known, but the batch has no slot yet.
-    PULLING = auto()  # A source writes its pages, or it waits for others in their place.
-    FILLING = auto()  # A tier's thread writes pages of it with what is kept below the pool.
+    PULLING = auto()  # A source writes its pages, or it waits for other pages instead.
+    FILLING = auto()  # A tier's thread writes some of its pages, from a tier below the pool.
     COMPUTING = auto()  # Its prompt chunks are computed here.
-    DECODING = auto()  # It gets one token a step, or with drafts several.
+    DECODING = auto()  # It gets one token a step, or several with drafts.
     ENDED = auto()
 
 
@@ -56,53 +54,53 @@ WITH_SLOT = (*RUNNING, Phase.PULLING, Phase.FILLING)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """It is the mutable state of one request, touched by the engine's thread only.
+    """It is the mutable state of one request; only the engine's thread touches it.
 
     Invariants: `computed <= len(ids)`; while COMPUTING the KV of ids[:max(computed, stored)] is in the pages;
     while DECODING computed == len(ids) - 1: the newest token's KV is stored by the next step.
     """
 
     request: GenerationRequest
-    arrival: int  # A retracted sequence keeps its order of submission.
-    receives: bool = False  # It is admitted into RECEIVING instead of COMPUTING, the first time.
+    arrival: int  # It is the order of submission, which a retracted sequence keeps.
+    receives: bool = False  # Its first admission leads to RECEIVING instead of COMPUTING.
     room: Room | None = None  # In the prefill role pages are offered to this transfer as they are computed.
     single_token: bool = False  # In the prefill role it ends after the first token.
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
-    source: PullSource | None = None  # It is asked once, when the sequence comes in for the first time.
-    pulls_to: int = 0  # The source is said to hold so many tokens of it, while it is PULLING.
-    awaits: "Sequence | None" = None  # That one was pulling its beginning when it came in.
+    source: PullSource | None = None  # It is asked once, when the sequence is first admitted.
+    pulls_to: int = 0  # While PULLING: the source is said to hold so many of its tokens.
+    awaits: "Sequence | None" = None  # When this one was admitted, that one was pulling its beginning.
     only_pulls: bool = False  # It is a prefix that this rank takes over from another, and is never computed.
-    lacking_pages: int = 0  # A source may still write those that it had.
+    lacking_pages: int = 0  # It is to get so many others: a source may still write those that it had.
     pages: SequencePages | None = None
     carried: SequenceCarried | None = None  # It is set while it has pages.
     computed: int = 0  # It counts tokens.
-    stored: int = 0  # The K and V of these tokens were in its pages before: it must not write them.
-    borders: list[int] = field(default_factory=list)  # It is to keep checkpoints there; they ascend.
-    # The last common border with each that computed when it began to, or the other way round.
+    stored: int = 0  # The K and V of these tokens were in its pages before, so it must not write them.
+    borders: list[int] = field(default_factory=list)  # It keeps checkpoints at these positions, which ascend.
+    # It has the last common border with each sequence that was computing when this one began to, or later.
     common: "dict[Sequence, int]" = field(default_factory=dict)
     offered: int = 0  # In the prefill role the transfer has been offered the pages of these tokens.
     room_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
-    began_s: float | None = None  # Its source was done with then.
+    began_s: float | None = None  # Its source, or its tier, had finished then.
     # These are estimated at submission, for the load report.
     uncached_tokens: int = 0  # Their K and V are not here.
     uncomputed_tokens: int = 0  # They are to be computed here.
     first_token: Sampled | None = None  # It is set while LANDED.
     proposal: Proposal | None = None  # The step that runs verifies it.
-    prefix_limit: int | None = None  # So many tokens of its prompt may be matched; None stands for all.
-    reused_tokens: int = 0  # Others had computed them.
+    prefix_limit: int | None = None  # So many tokens of its prompt may be matched; None allows all.
+    reused_tokens: int = 0  # Others had computed these.
     retractions: int = 0
     # The gate keeps these while it waits.
     overtaken: int = 0
     overtaken_since_s: float | None = None
     lookup: Lookup | None = None
-    looked_up_at: int = -1  # It is the gate's count of news.
+    looked_up_at: int = -1  # It is the gate's count of news then.
     ending_ids: frozenset[int] = frozenset()
     matcher: Matcher | None = None  # It stands at the end of the output ids.
     scores: ScoredPrompt | None = (
-        None  # It is set where its prompt's are requested and computed here, until they are reported.
+        None  # It is set where scores of its prompt are requested and computed here, until they are reported.
     )
 
     def __post_init__(self) -> None:
@@ -119,10 +117,10 @@ class Sequence:
 
     @property
     def matchable_tokens(self) -> int | None:
-        """Return how many of its ids may be matched; None stands for all.
+        """Return how many of its ids may be matched; None allows all.
 
-        Where the next token is computed here, its logits need the last id to be computed too; and what is
-        requested about the prompt's tokens needs those before each of them.
+        Where the next token is computed here, the last id must be computed too, for its logits. Where scores
+        of the prompt's tokens are requested, the token before each of them must be computed.
         """
         if self.receives:
             return self.prefix_limit
@@ -130,8 +128,7 @@ class Sequence:
 
     @property
     def scorable_from(self) -> int:
-        """Return where it must begin to compute to report on its prompt's tokens; all its ids where nobody
-        asks."""
+        """Return where it must begin to compute to score its prompt's tokens; len(ids) without scores."""
         return len(self.ids) if self.scores is None else self.scores.matchable_tokens
 
     def __repr__(self) -> str:
@@ -142,7 +139,6 @@ class Sequence:
 
 
 def check_prompt(seq: Sequence, vocab_size: int, max_context_tokens: int) -> None:
-    """Raise what EngineCore.submit raises."""
     if not seq.ids:
         raise InvalidRequest("prompt must not be empty")
     if max(seq.ids) >= vocab_size or min(seq.ids) < 0:
@@ -161,9 +157,9 @@ def newest_token(
     drafts: tuple[int, int],
     compute_s: float,
 ) -> Token:
-    """Return its newest token, with what is reported about its prompt's, once.
+    """Return the newest token as an event, with the scores of the prompt's tokens the first time.
 
-    `drafts` of its step are the (verified, accepted) ones.
+    `drafts` counts the drafts that its step (verified, accepted).
     """
     told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
     return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, seq.reused_tokens, told)
@@ -181,15 +177,15 @@ def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None
 
 
 def follow_choice(seq: Sequence, token_id: int) -> InvalidRequest | None:
-    """Take what was chosen into its matcher, where it has one; an error says that there is no way to go
-    on."""
+    """Advance the matcher by the chosen token; return an error where no token can come next."""
     if token_id == NO_TOKEN:
         return InvalidRequest(_dead_end(seq))
     if seq.matcher is None or token_id in seq.ending_ids:
         return None
     try:
         seq.matcher.advance((token_id,))
-    except InvalidRequest as error:  # It is a limit of the matcher's: what is chosen is what it allows.
+    # The matcher has reached one of its limits; the token itself was allowed.
+    except InvalidRequest as error:
         return error
     return None
 

@@ -1,7 +1,7 @@
 """The texts of each salt on this rank are kept in bounded memory. Nobody finds those of another salt.
 
-A ring holds the latest texts of one salt, found by their n-grams. They stand in it one after the other, each
-closed by NO_ID. The ring begins small and doubles; then the oldest are overwritten.
+A ring holds the latest texts of one salt, found by their n-grams. The texts follow each other, each ended by
+NO_ID. The ring begins small and doubles; when it is full the oldest texts are overwritten.
 """
 
 from array import array
@@ -20,14 +20,14 @@ from services.engine.paged.draft_sources import (
     common_len,
 )
 
-_MOST_COMPARED = 8  # With 4 to 32 as much is accepted, at more and more cost.
+_MOST_COMPARED = 8  # With 4 to 32 as many drafts are accepted, at a growing cost.
 
 
 class TextRing:
-    """A position counts all ids ever put in, so it stays the same when the ring grows."""
+    """A position counts all ids ever added, so it stays the same when the ring grows."""
 
     def __init__(self, min_ids: int = 1 << 12, max_ids: int = 1 << 17) -> None:
-        """It has room for these numbers of ids, powers of two, at 20 bytes each."""
+        """It has room for these numbers of ids, which are powers of two, at 20 bytes each."""
         self._max_ids = max_ids
         self._ids = array("i", [NO_ID]) * min_ids
         self._chains = NgramChains(min_ids, min_ids)
@@ -40,7 +40,6 @@ class TextRing:
         return 4 * len(self._ids) + self._chains.size_bytes
 
     def add(self, text: Ids) -> None:
-        """Add a text; of one that is longer than a quarter of the ring, the end."""
         text = [*text[-(self._max_ids // 4) :], NO_ID]
         while self._chains.end + len(text) > len(self._ids) < self._max_ids:
             self._grow()
@@ -50,7 +49,8 @@ class TextRing:
         self._put(text)
 
     def match(self, ids: Ids, trail: Trail, most: int) -> tuple[Continuation, Trail] | None:
-        """Return up to `most` ids that mostly followed where the longest part of the end of `ids` stood."""
+        """Return up to `most` ids that mostly followed the places with the longest match of the end of
+        `ids`."""
         if len(ids) < NGRAM:
             return None
         length, positions = self._longest(ids, trail, most)
@@ -71,9 +71,9 @@ class TextRing:
         self._chains.add(ids)
 
     def _longest(self, ids: Ids, trail: Trail, most: int) -> tuple[int, list[int]]:
-        """Return how many ids the best places have in common with the end of `ids`, and these, latest first.
+        """Return the length of the longest matches with the end of `ids`, and their positions, latest first.
 
-        There is no search where the last match still holds.
+        Nothing is searched where the last match still holds.
         """
         longest, positions = 0, list[int]()
         for position in self._places(ids, trail):
@@ -99,8 +99,8 @@ class TextRing:
         return NO_ID not in self._ids[first : first + most]
 
     def _likeliest(self, positions: list[int], most: int) -> list[int]:
-        """Return the next id of most of them, then of those who have that one, and so on; a tie is the
-        first's."""
+        """Return the next id of most positions, then that of most of these, and so on; the first wins a
+        tie."""
         guess, places = list[int](), [position & self._mask for position in positions]
         while len(guess) < most:
             following = [self._ids[place] for place in places if place < len(self._ids)]
@@ -112,14 +112,13 @@ class TextRing:
         return guess
 
 
-_MAX_BYTES = 64 << 20  # It holds some 25 salts with 130,000 ids each, or 800 with 4,000.
-# A text begins with so many ids though they are known: as many as are compared, and what a guess may reach
-# over.
+_MAX_BYTES = 64 << 20  # It holds about 25 salts with 130,000 ids each, or 800 with 4,000.
+# A text begins with so many known ids: as many as are compared, and as a guess may pass over.
 _OVERLAP = LONGEST + 8
 
 
 class SharedNgrams:
-    """The salt that was not used for longest goes first."""
+    """The salt that was not used for longest is dropped first."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -130,7 +129,7 @@ class SharedNgrams:
         return f"SharedNgrams(salts={len(self._rings)} size_bytes={self.size_bytes})"
 
     def of(self, salt: str) -> TextRing | None:
-        """Return a salt's texts, which counts as a use; they are good until the next `add`."""
+        """Return a salt's texts, which counts as a use; they are valid until the next `add`."""
         ring = self._rings.get(salt)
         if ring is not None:
             self._rings.move_to_end(salt)
@@ -148,17 +147,13 @@ class SharedNgrams:
 
 
 class SaltNgrams:
-    """It takes what one sequence, whose ids only ever grow, finds in its salt's texts, and adds to them. It
-    implements Source."""
-
     name = "ngrams"
 
     def __init__(self, ids: list[int], salt: str, shared: SharedNgrams, known: int) -> None:
-        """The others know its first `known` ids."""
         self._ids = ids
         self._salt = salt
         self._shared = shared
-        self._known = known
+        self._known = known  # The salt's texts already have so many of its first ids.
         self._trail = Trail()
 
     @property
@@ -166,7 +161,6 @@ class SaltNgrams:
         return len(self._ids) - self._known
 
     def add(self) -> None:
-        """Add all that is new, and as much before it as it takes to find the beginning."""
         self._shared.add(self._salt, self._ids[max(0, self._known - _OVERLAP) :])
         self._known = len(self._ids)
 

@@ -1,36 +1,36 @@
-"""The cost of a step is learned from the steps made, and a target for the time between tokens is held by it.
+"""The cost of a step is learned from earlier steps, and used to meet a target for the time between tokens.
 
     decode step   ~  fixed + per_sequence * batch        a line through recent steps, older ones fade
     drafts        ~  that, and per_draft for each that is verified
     mixed step    ~  that, and prompt_tokens / rate on top
 
-Pure; the caller measures.
+This module is pure; the caller measures the time.
 """
 
 from dataclasses import dataclass
 
-_FADING = 0.98  # A step's weight fades by it per later step.
-_MIN_SPREAD = 0.05  # It is a variance of the batch sizes seen; below it they tell no slope.
-_UNMEASURED_BATCH = 4  # It is tried without having measured anything.
-_MIN_CHUNK = 16  # A step computes so many prompt tokens whatever the target, or a prompt would never be done.
-_MIN_PROMPT_SAMPLE = 16  # Fewer tokens tell more of the step than of the rate.
-# A step counts for so many times what was expected at most: in one that took far longer the process was
-# stopped. Otherwise routers would never send this rank anything again by which it could measure anew.
+_FADING = 0.98  # A step's weight is multiplied by this for each later step.
+_MIN_SPREAD = 0.05  # It is a variance of batch sizes; below it they show no slope.
+_UNMEASURED_BATCH = 4  # A batch of this size is tried before anything was measured.
+_MIN_CHUNK = 16  # A step computes so many prompt tokens whatever the target, or a prompt would never end.
+_MIN_PROMPT_SAMPLE = 16  # Fewer tokens show more about the step than about the rate.
+# A step counts for at most so many times its expected duration, because in a much longer one the process was
+# stopped. Otherwise routers would never again send this rank requests with which to measure anew.
 _MOST = 3.0
 
 
-# As far as a draft's cost is not known a step of R rows costs as R + 8, and such a guess counts for so much.
+# While a draft's cost is unknown, a step of R rows is taken to cost as R + 8. The guess has this weight.
 _FIXED_ROWS = 8.0
 _GUESS_WEIGHT = 8.0  # It counts steps with one draft more or less than the others.
-_TRUSTED_WEIGHT = 40.0  # What was measured is kept for later from this weight on.
+_TRUSTED_WEIGHT = 40.0  # From this weight on a measured cost is kept for later.
 _MOST_FIXED_ROWS = 1000.0
-# A step that tells nothing forgets this share of what was kept, so that what cost much is tried again.
+# A step without information forgets this share of what was kept, so that an expensive size is tried again.
 _FORGETTING = 0.001
 
 
 @dataclass(slots=True)
 class _Sums:
-    """These are weighted sums over decode steps: x the batch size, d the drafts, y the seconds."""
+    """These are weighted sums over decode steps: x is the batch size, d the drafts, y the seconds."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -71,7 +71,7 @@ class StepTimes:
             self._sums.add(num_decoding, num_drafts, took_s)
             self._keep_fixed_rows()
         elif prompt_tokens >= _MIN_PROMPT_SAMPLE:
-            # The prompt has at least a tenth: an expectation that is off must not make the rate infinite.
+            # At least a tenth is the prompt's: a wrong expectation must not make the rate infinite.
             prompt_s = max(took_s - self.decode_s(num_decoding, num_drafts), 0.1 * took_s)
             self._prompt_tokens = _FADING * self._prompt_tokens + prompt_tokens
             self._prompt_s = _FADING * self._prompt_s + prompt_s
@@ -84,12 +84,10 @@ class StepTimes:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Return the rate of steps that compute prompts and nothing else; 0 where it was not measured."""
         return self._prompt_tokens / self._prompt_s if self._prompt_s > 0 else 0.0
 
     def decode_s(self, batch: int, num_drafts: int = 0) -> float:
-        """Return what a step of single tokens and drafts takes; 0 where nothing was measured, or for no
-        batch."""
+        """Return the seconds of a step with single tokens and drafts; 0 where unknown, or for no batch."""
         if not batch or self._sums.weight == 0:
             return 0.0
         mean_batch, mean_s = self._means()
@@ -100,10 +98,10 @@ class StepTimes:
 
     @property
     def draft_s(self) -> float:
-        """Return what each draft adds to a step; 0 where nothing was measured.
+        """Return the seconds that each draft adds to a step; 0 where nothing was measured.
 
-        The fewer drafts there were, or the more evenly, the more it is what the steps that were would have it
-        be if they consisted of rows that cost the same, and so many fixed ones.
+        The fewer drafts there were, or the more even their numbers, the more the result follows a guess: that
+        each step consists of its rows and a fixed number of further ones, all at the same cost.
         """
         if (sums := self._sums).weight == 0:
             return 0.0
@@ -113,10 +111,10 @@ class StepTimes:
         return max(0.0, told_s + _GUESS_WEIGHT * guess_s) / (spread + _GUESS_WEIGHT)
 
     def allows(self, batch: int, target_s: float, receiving: int = 0) -> bool:
-        """Return whether a batch of that size is expected to hold the target; one always may.
+        """Return whether a batch of that size is expected to meet the target; one of one always may.
 
-        Nothing is known far beyond what was seen: there it grows in small strides. `receiving` of it do not
-        decode yet: how many they may be, strides do not say, only what they will cost.
+        Far beyond the sizes measured nothing is known, so the batch grows in small strides. `receiving`
+        sequences of it do not decode yet: strides do not limit their number, only their expected cost does.
         """
         mean_batch, mean_s = self._means()
         if batch <= 1 or mean_batch == 0:
@@ -124,7 +122,7 @@ class StepTimes:
         slope = self._slope()
         stride = mean_batch / 4 + 1 if slope is None else mean_batch
         known = max(_UNMEASURED_BATCH, mean_batch + stride)
-        # They may cost as much as those that were seen where no slope is known.
+        # Without a known slope they are taken to cost as much as the measured ones.
         extra_s = receiving * mean_s / mean_batch if slope is None else 0.0
         return batch - receiving <= known and self.decode_s(batch) + extra_s <= target_s
 
@@ -135,7 +133,6 @@ class StepTimes:
         return max(min(_MIN_CHUNK, limit), min(limit, int(spare_s * self.prompt_tokens_per_s)))
 
     def effective_tokens_per_s(self, num_decoding: int, chunk_tokens: int) -> float:
-        """Return the rate at which a newcomer's prompt would be computed now; 0 where it was not measured."""
         rate = self.prompt_tokens_per_s
         if rate == 0.0:
             return 0.0
@@ -146,7 +143,6 @@ class StepTimes:
         return (sums.x / sums.weight, sums.y / sums.weight) if sums.weight > 0 else (0.0, 0.0)
 
     def _slope(self) -> float | None:
-        """Return the seconds per sequence; None where the batch was of one size only."""
         if (sums := self._sums).weight == 0:
             return None
         mean_batch, mean_s = self._means()
@@ -163,9 +159,9 @@ class StepTimes:
         return sums.xx / sums.weight - (sums.x / sums.weight) ** 2
 
     def _of_drafts_alone(self) -> tuple[float, float]:
-        """Return the sums of squares of the drafts, and of them and the seconds, about their means.
+        """Return two sums about the means: of the drafts' squares, and of the products of drafts and seconds.
 
-        What the batch size says of them is taken out.
+        The part that the batch size explains is taken out.
         """
         sums = self._sums
         squares, told_s = sums.dd - sums.d**2 / sums.weight, sums.dy - sums.d * sums.y / sums.weight
@@ -177,8 +173,7 @@ class StepTimes:
         return max(0.0, squares), told_s - by_batch * with_batch_s
 
     def _keep_fixed_rows(self) -> None:
-        """Keep the part of a draft's cost that will still hold where there were none for long, or another
-        batch."""
+        """Keep the part of a draft's cost that still holds later: after few drafts, or for other batches."""
         sums = self._sums
         if not sums.dd or self._of_drafts_alone()[0] < _TRUSTED_WEIGHT:
             self._fixed_rows += _FORGETTING * (_FIXED_ROWS - self._fixed_rows)

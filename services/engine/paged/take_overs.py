@@ -1,9 +1,10 @@
-"""A core's prefixes that it takes over from a rank that leaves: pulled, cached, and not computed on.
+"""A rank takes over prefixes from a rank that leaves: it pulls and caches them, and computes nothing on them.
 
-Rule 1: nothing younger goes for one, and nothing that others wait for here: where requests wait, none begins.
-Rule 2: in the tree it is as old as it was where it comes from.
-Rule 3: one that is being pulled has pages like a sequence that pulls (paged/pulls.py), takes no slot in the
-        batch, and ends when its source is done with, whatever came of it.
+Rule 1: a take-over evicts nothing younger and takes no page that a request here needs: while requests wait,
+        no take-over begins.
+Rule 2: in the tree the prefix is as old as it was on the rank that leaves.
+Rule 3: a prefix that is being pulled has pages like a sequence that pulls (paged/pulls.py), takes no slot in
+        the batch, and ends when its source has finished, whether the pull succeeded or not.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,18 +20,16 @@ from services.kv.hand_over import IdlePrefix, spell
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import PageId
 
-_MOST = 4  # Two leave at once, perhaps, and each has two asked for.
+_MOST = 4  # Two ranks may leave at once, and each may have two prefixes taken over.
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    word: str  # It is one of rank.proto's, or empty where all is here that can be.
+    word: str  # It is one of the words in rank.proto, or empty where everything that can be here is here.
     held_tokens: int
 
 
 class TakeOvers:
-    """It belongs to one core, and is called from its thread."""
-
     def __init__(
         self,
         cache: PrefixCache,
@@ -40,14 +39,14 @@ class TakeOvers:
         clock: Callable[[], float],
         active: Collection[sequence.Sequence],
     ) -> None:
-        """`active` are as in Pulls."""
         self._cache = cache
         self._carried = carried
         self._carrying = carrying
         self._gate = gate
         self._clock = clock
         self._active = active
-        self._protected: dict[sequence.Sequence, int] = {}  # So many tokens of each are to be protected.
+        # It has how many tokens of each prefix are to be protected.
+        self._protected: dict[sequence.Sequence, int] = {}
 
     def __repr__(self) -> str:
         return f"TakeOvers({len(self)})"
@@ -60,7 +59,6 @@ class TakeOvers:
         return self._cache.available_pages * self._cache.page_size
 
     def begin(self, seq: sequence.Sequence, idle_s: float, protected_tokens: int) -> Reserved | Declined:
-        """Reserve pages for as much of its ids as there is room for."""
         end, held = self._whole(len(seq.ids)), self._held(seq)
         if held >= end:
             return Declined("", held)
@@ -86,14 +84,13 @@ class TakeOvers:
         return self._reserved(seq, prefix_pages, Wanted(end, end, held))
 
     def landed(self, seq: sequence.Sequence) -> None:
-        """Note that what it pulled is in the tree."""
         assert seq.pages is not None
         self._carrying.keep_pulled(seq)
         self._cache.protect(seq.pages, self._protected[seq])
         self.end(seq)
 
     def end(self, seq: sequence.Sequence) -> None:
-        """Give back what it has; nobody writes that. It does nothing where it has ended."""
+        """Give the pages back, which nobody writes any more; do nothing where the sequence has ended."""
         if self._protected.pop(seq, None) is None:
             return
         assert seq.pages is not None
@@ -104,17 +101,14 @@ class TakeOvers:
         self._gate.note_news()
 
     def held_tokens(self, seq: sequence.Sequence) -> int:
-        """Return how much of its ids is here, and can be gone on from."""
         return self._held(seq)
 
     # -- what is taken over from here -------------------------------------------------------------
 
     def list_idle(self) -> list[IdlePrefix]:
-        """Return what is cached and not in use here, for who leaves."""
         return self._cache.idle_prefixes()
 
     def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
-        """Return its ids; None where it is not here any more, or in use."""
         return spell(prefix.node)
 
     def _held(self, seq: sequence.Sequence) -> int:

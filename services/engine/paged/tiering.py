@@ -1,20 +1,20 @@
-"""A core's tiers: what it reads of a prompt from below its pool, and what it stores there before it goes.
+"""A core's tiers keep KV below its pool: it reads prefixes from them, and stores what it may evict next.
 
     up      admitted, a tier holds more --> FILLING --read, compared, published--> COMPUTING
-                                               |----cut, late, corrupt, failed-----^   with what has come
-    down    free pages run short: all that is cached, what goes next first, a first block before what follows
-              --> copied by the tier's thread, while they stay as evictable as they were
+                                               |----cut, late, corrupt, failed-----^   with the blocks read
+    down    free pages run short: all that is cached, in order of eviction, each block after its parent
+              --> copied by the tier's thread, while the pages stay evictable
 
-A sequence that fills has its pages as one that computes: the tier's thread writes those that it has for
-itself. Who shares a prefix that is being read waits for that read, and then matches the tree: there is one
-read, and no chain of waits.
+A sequence that fills has its pages, like one that computes; the tier's thread writes those that it shares
+with nobody. A sequence that shares a prefix which is being read waits for that read, and then matches the
+tree. So there is one read, and nobody waits in a chain.
 
-Rule 1: nothing on its way counts. Pages are published when their bytes have been compared.
-Rule 2: nobody waits for a copy down. A page that is evicted while it waits to be copied is copied no more,
-        and what leads to it stays stored.
-Rule 3: a block is stored after its parent, so tiers are closed under prefixes by themselves, and a life that
-        begins with an empty pool finds whole prefixes.
-Rule 4: whatever becomes of a read, the sequence computes the rest: a tier costs time, and no request.
+Rule 1: pages are published only when their bytes have been compared.
+Rule 2: nobody waits for a copy down. A page that is evicted before it is copied is not copied any more; the
+        blocks before it stay stored.
+Rule 3: a block is stored after its parent. So a tier has all blocks before each of its blocks, and a process
+        that begins with an empty pool finds whole prefixes.
+Rule 4: whatever happens to a read, the sequence computes the rest: a tier may cost time, but no request.
 """
 
 import logging
@@ -37,18 +37,17 @@ from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 0.02  # So often, at most, it looks for what to store.
-_LOOK_SHARE = 20  # It rests for so many times as long as a look takes.
-_MOST_WAITING = 32  # It does not look while so many copies down wait.
+_LOOK_EVERY_S = 0.02  # It looks for pages to store at most this often.
+_LOOK_SHARE = 20  # After a look it rests for so many times the look's duration.
+_MOST_WAITING = 32  # It does not look while so many copies down are waiting.
 _MOST_MOVES = 8
-_ROOM_SHARE = 16  # Of a tier with one below it, this share of slots is kept free.
+# This fraction (one in so many) of a tier's slots is kept free, where another tier is below it.
+_ROOM_SHARE = 16
 _STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FillHooks:
-    """A core is asked for this by its tiers."""
-
     publish: Callable[[EngineSequence], None]
     offer: Callable[[EngineSequence], None]
     catch_up: Callable[[EngineSequence], None]
@@ -57,30 +56,30 @@ class FillHooks:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """It is one sequence that waits for what is read, for its own read or for another one's."""
+    """A sequence waits for a read: for its own, or for another sequence's (`behind`)."""
 
     seq: EngineSequence
     deadline_s: float
-    keys: Sequence[bytes] = ()  # Its own read is of these blocks.
+    keys: Sequence[bytes] = ()  # These are the blocks of its own read.
     load: LoadCopy | None = None
     first_block: int = 0
-    read_s: float = 0.0  # It is predicted to take so long.
+    read_s: float = 0.0  # It is the predicted duration of its own read.
     behind: "Fill | None" = None
     is_over: bool = False
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """These count since the start, apart from the last three."""
+    """The values count since the start, except for the last three."""
 
     tokens_up: int = 0
     tokens_down: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
-    hits: int = 0  # So many prompts found more below than in the pool.
+    hits: int = 0  # It counts prompts of which a tier held more than the pool.
     misses: int = 0
-    loads: dict[str, int] = field(default_factory=dict)  # They are by how they ended.
-    overtaken: int = 0  # So many pages were evicted before they were copied.
+    loads: dict[str, int] = field(default_factory=dict)  # They are counted by how they ended.
+    overtaken: int = 0  # It counts pages that were evicted before they were copied.
     errors: int = 0
     slots: int = 0
     held: int = 0
@@ -88,8 +87,6 @@ class TierCounts:
 
 
 class Tiering:
-    """It belongs to one core, and is touched by the engine's thread only."""
-
     def __init__(
         self,
         books: TierBooks,
@@ -102,9 +99,11 @@ class Tiering:
         clock: Clock,
         wake: Callable[[], None],
     ) -> None:
-        """`start` begins the thread, which calls what it is given with each copy that has ended. `wake` is
-        called then, from that thread, to have `turn` called. What goes next is stored once fewer than
-        `room_pages` are free."""
+        """`start` begins the thread, which reports each finished copy to the function that `start` was given.
+
+        `wake` is then called from that thread, and is to have `turn` called. Pages are stored once fewer than
+        `room_pages` are free.
+        """
         self.books = books
         self.counts = TierCounts()
         self._cache = cache
@@ -121,14 +120,16 @@ class Tiering:
         self._fills: dict[EngineSequence, Fill] = {}
         self._reading: dict[bytes, Fill] = {}
         self._by_load: dict[LoadCopy, Fill] = {}
-        self._copied: dict[PageId, Store] = {}  # They wait to be copied, or may have been.
+        self._copied: dict[PageId, Store] = {}  # These pages wait to be copied, or have perhaps been copied.
         self._num_moves = 0
         self._look_at_s = 0.0
         self._looked_at: tuple[PageBooks, int] | None = None
-        self._num_lent = 0  # Books may be the same after all pages have changed hands.
-        self._looks_again = False  # It had too many copies waiting; the end of one is news.
+        # The books can be equal though all pages have changed hands; this count tells the difference.
+        self._num_lent = 0
+        self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
         self._hooks: FillHooks | None = None
-        self.is_lost = False  # Its thread hangs. What waits for a read is cut when its time is over.
+        # The thread hangs. A sequence that waits for a read computes after its deadline.
+        self.is_lost = False
         self.thread = start(self._note_ended)
 
     def __repr__(self) -> str:
@@ -139,7 +140,7 @@ class Tiering:
 
     @property
     def idle_s(self) -> float | None:
-        """Return in how many seconds `turn` is due though nothing has ended; None: it is not."""
+        """Return the seconds until `turn` is due without any finished copy, or None where it is not due."""
         due_s = [fill.deadline_s for fill in self._fills.values()]
         if self._may_store:
             due_s.append(self._look_at_s)
@@ -148,9 +149,9 @@ class Tiering:
     # -- up ---------------------------------------------------------------------------------------
 
     def enter(self, seq: EngineSequence, *, may_wait: bool = True) -> None:
-        """Begin to read what a tier holds beyond the prefix of a sequence that is to compute.
+        """Begin to read what a tier holds beyond the cached prefix of a sequence that is to compute.
 
-        It has its pages, and nobody else writes them. With `may_wait` it may wait for another one's read.
+        The sequence has its pages, and nobody else writes them. With `may_wait` it may wait for another read.
         """
         assert self._hooks is not None
         if not self.is_lost and self._begin(seq, self._hooks.load().prefill_tokens_per_s, may_wait):
@@ -174,7 +175,7 @@ class Tiering:
             return False
         left = self._left(blocks, computed_tokens_per_s)
         load = LoadCopy(self._pieces(seq, blocks, first), CopyPace(self._block_tokens, computed_tokens_per_s))
-        waits_s = sum(fill.read_s for fill in self._fills.values())  # Those before it are read first.
+        waits_s = sum(fill.read_s for fill in self._fills.values())  # Earlier reads come first.
         limit_s = replace(left, read_s=waits_s + left.read_s).limit_s
         fill = Fill(seq, now_s + limit_s, [block.key for block in blocks], load, first, left.read_s)
         if not self._begin_reads(blocks, load):
@@ -185,14 +186,13 @@ class Tiering:
         return True
 
     def leave(self, seq: EngineSequence) -> None:
-        """Have the pages of one that ends touched no more."""
         if (fill := self._fills.get(seq)) is not None:
             self._end(fill)
 
     def turn(self) -> bool:
-        """Take what has ended, cut what is late, and begin to store what goes next.
+        """Handle finished copies, cut late reads, and begin to store the pages that are evicted next.
 
-        Returns True where one that filled computes now, or reads once more.
+        Return True where a sequence that was filling now computes, or reads once more.
         """
         now_s, num_fills = self._clock(), len(self._fills)
         self._take_ended(now_s)
@@ -224,7 +224,7 @@ class Tiering:
         return fill.behind is not None and (fill.behind.is_over or now_s >= fill.deadline_s)
 
     def _go_on(self, fill: Fill) -> None:
-        """Let its sequence compute behind what has come; who has waited for another one may read once."""
+        """Let the sequence compute behind what was read; if it waited for another's, it may read once."""
         assert self._hooks is not None
         self._end(fill)
         seq, before = fill.seq, fill.seq.computed
@@ -233,7 +233,7 @@ class Tiering:
         seq.stored = max(seq.stored, seq.computed)
         seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
         self.counts.tokens_up += seq.computed - before
-        if seq.retractions == 0:  # Otherwise it has computed them itself before.
+        if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
         self._hooks.publish(seq)
         self._hooks.offer(seq)
@@ -256,7 +256,7 @@ class Tiering:
     def _worth_reading(
         self, blocks: Sequence[Block], computed_tokens_per_s: float, now_s: float
     ) -> Sequence[Block]:
-        """Return them up to the first in a tier that reads more slowly than we compute, and turn that off."""
+        """Return the blocks before the first whose tier reads more slowly than we compute; turn it off."""
         for index, block in enumerate(blocks):
             if not self._left(blocks[index : index + 1], computed_tokens_per_s).is_worth_reading:
                 self._turn_off({block.place.tier}, now_s, "it reads slower than we compute")
@@ -280,7 +280,7 @@ class Tiering:
     def _begin_reads(self, blocks: Sequence[Block], load: LoadCopy) -> bool:
         if not self.thread.submit(load):
             return False
-        for block in blocks:  # Its end is noted on this thread, later.
+        for block in blocks:  # This thread notes later that the read has ended.
             self.books.begin_read(block)
         return True
 
@@ -311,7 +311,7 @@ class Tiering:
     # -- down -------------------------------------------------------------------------------------
 
     def lent(self, pages: Sequence[PageId]) -> None:
-        """Copy none of these pages any more: they are about to be written anew."""
+        """Stop the copies of these pages, because they are about to be overwritten."""
         self._num_lent += len(pages)
         if not self._copied:
             return
@@ -322,8 +322,6 @@ class Tiering:
 
     @property
     def _may_store(self) -> bool:
-        """Return whether free pages run short, and something has changed since it looked for what to
-        store."""
         books = self._cache.books()
         return (
             books.free < self._room_pages and (books, self._num_lent) != self._looked_at and not self.is_lost
@@ -339,7 +337,8 @@ class Tiering:
             return
         if self._trust[0].is_off(now_s):
             return
-        num_pages, most_pages = 0, self._num_slots[0] * self._block_pages // 2  # The rest has gone before.
+        # The other slots keep what was evicted earlier.
+        num_pages, most_pages = 0, self._num_slots[0] * self._block_pages // 2
         for leaf in self._cache.next_to_go():
             if num_pages >= most_pages or not self._store_all(self._unstored(leaf)):
                 break
@@ -347,20 +346,19 @@ class Tiering:
         self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
 
     def _store_all(self, nodes: Sequence[Node]) -> bool:
-        """Return whether all of them, which follow each other, are on their way to a tier."""
         begun = list(takewhile(lambda block: block is not None, map(self._store, nodes)))
         if begun and (last := begun[-1]) is not None:
             self.books.use(last)
         return len(begun) == len(nodes)
 
     def _unstored(self, leaf: Node) -> list[Node]:
-        """Return the last nodes of the blocks down to `leaf` that no tier has, a first block's first."""
+        """Return the last node of each block down to `leaf` that no tier has, in order of position."""
         nodes: list[Node] = []
         node: Node | None = leaf
         while node is not None and node.parent is not None:
             if node.depth % self._block_pages == 0:
                 if node.tier_key and node.tier_key in self.books:
-                    break  # All before it are there, too.
+                    break  # A tier has all blocks before it, too.
                 nodes.append(node)
             node = node.parent
         for each in reversed(nodes):
@@ -378,7 +376,6 @@ class Tiering:
         node.tier_key = next_key(scope_key, parent_key, b"".join(each.key for each in path))
 
     def _store(self, node: Node) -> Block | None:
-        """Return it where it is on its way to a tier, and the next may follow."""
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
         assert parent is not None
@@ -411,7 +408,7 @@ class Tiering:
             self._note_error({0}, now_s, str(store.error), reading=False)
 
     def _make_room(self) -> None:
-        """Move what a tier keeps for longest without a use down to the next one, before room is needed."""
+        """Move the blocks that were not used for longest to the next tier, before their slots are needed."""
         for tier, count in enumerate(self._num_slots[:-1]):
             wanted = -(-count // _ROOM_SHARE)
             while self._num_moves < _MOST_MOVES and self.books.free_slots(tier) + self._num_moves < wanted:
@@ -439,7 +436,7 @@ class Tiering:
     # -- for both ---------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Touch the pool no more, and give the slabs up to the next life."""
+        """Stop touching the pool, and release the slabs to the rank's next process."""
         self.thread.stop(_STOP_S)
 
     def figures(self) -> TierCounts:
@@ -450,7 +447,6 @@ class Tiering:
         return self.counts
 
     def check(self, active: Iterable[EngineSequence]) -> None:
-        """Raises AssertionError where the books do not balance; `active` have pages."""
         self.books.check()
         filling = {seq for seq in active if seq.phase is Phase.FILLING}
         assert filling == self._fills.keys(), f"{filling} fill, {self} has others"
@@ -459,7 +455,7 @@ class Tiering:
         for fill in self._fills.values():
             assert not fill.is_over, f"{fill.seq} waits for nothing"
 
-    def _note_ended(self, copy: Copy) -> None:  # The tier's thread calls it.
+    def _note_ended(self, copy: Copy) -> None:  # The tier's thread calls this.
         self._ended.put(copy)
         self._wake()
 
@@ -483,7 +479,6 @@ class Tiering:
 
 
 def _last_nodes(node: Node, count: int) -> list[Node]:
-    """Return the path of so many nodes that ends at `node`."""
     path: list[Node] = []
     at: Node | None = node
     while at is not None and len(path) < count:

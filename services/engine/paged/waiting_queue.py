@@ -1,13 +1,16 @@
-"""The queue has those that wait to be admitted, in order, and tells who of those that run goes back to them;
-admitting.py says who is next.
+"""The queue keeps waiting sequences in order, and tells which running one goes back to it.
 
-The order is by priority, then by turns of the tenants, then by arrival. A tenant is who shares a cache salt:
+admitting.py decides which one comes in next.
+
+The order is by priority, then by turns of the tenants, then by arrival. Requests with the same cache salt
+belong to one tenant:
 
     A runs 2          waiting, by arrival    A  A  A  B  B
                       its turn               2  3  4  0  1        counted from those that run
                       in turn                B  B  A  A  A
 
-So among one tenant's it is arrival alone, and nobody waits for more of another's than of its own.
+So within one tenant only arrival counts, and nobody waits for more of another tenant's requests than of its
+own tenant's.
 """
 
 from bisect import insort
@@ -21,14 +24,12 @@ from services.engine.paged.sequence import RUNNING, Phase, Sequence
 
 
 class WaitingQueue:
-    """A retracted sequence keeps its arrival."""
-
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._sequences: list[Sequence] = []
         self._tenants = Counter[str]()  # It counts how many of each wait.
-        # `_sequences` are in order by how many of each ran then; it is empty for one tenant's, and None where
-        # they are in no order.
+        # `_sequences` is ordered by these numbers of running sequences of each tenant. The dict is empty for
+        # one tenant, and None stands for no order.
         self._ordered_by: dict[str, int] | None = {}
 
     @property
@@ -57,9 +58,9 @@ class WaitingQueue:
             self._ordered_by = None
 
     def order(self, running: Mapping[str, int]) -> None:
-        """Order it by turns, of which each tenant has had as many as it has running.
+        """Order the queue by turns; each tenant has had as many turns as it has running sequences.
 
-        It is to be called before the order matters, and costs next to nothing where that is as it was.
+        Call it before the order matters; it costs almost nothing where these numbers have not changed.
         """
         ordered_by = {} if self.is_of_one_tenant else {tenant: running[tenant] for tenant in self._tenants}
         if ordered_by != self._ordered_by:
@@ -73,9 +74,10 @@ class WaitingQueue:
         looks_small: Callable[[Sequence], bool],
         now_s: float,
     ) -> Sequence | None:
-        """Return who would come in now; None where nobody has room.
+        """Return the sequence that would come in now, or None where no sequence fits.
 
-        Those behind the window are weighed only if they look small enough, which costs next to nothing.
+        Those behind the window are weighed only if they look small enough, which costs almost nothing to find
+        out.
         """
         window = self._sequences[: self._patience.window]
         weighed = [weigh(seq) for seq in window]
@@ -105,9 +107,9 @@ class WaitingQueue:
         return index
 
     def _note_turn_taken(self, seq: Sequence, index: int) -> None:
-        """Keep the turns of those behind as they were, if it is the first of its tenant.
+        """Keep the turns of those behind valid, if `seq` is the first of its tenant.
 
-        One fewer waits before them then, and one more runs.
+        Then one fewer of the tenant waits before them, and one more runs.
         """
         if self._ordered_by:
             tenant = tenant_of(seq)
@@ -136,8 +138,8 @@ def in_turn(
 ) -> list[Sequence]:
     """Order sequences by turns of their tenants.
 
-    `had` has the turns that tenants have had before. Tenants in the same turn go by `served_at`, which has
-    when each was served last: the longest ago goes first.
+    `had` has the number of turns that tenants have had. Tenants in the same turn are ordered by `served_at`,
+    which has when each was last served: the longest ago goes first.
     """
     turns = Counter(had)
     keys: dict[Sequence, tuple[int, int, int, int]] = {}
@@ -153,19 +155,19 @@ def place_in_line(seq: Sequence) -> tuple[int, int]:
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
-    """Return the last in turn whose pages can be had, unless it is the only one.
+    """Return the last sequence in turn whose pages can be freed, unless it is the only one.
 
-    So the first in line is never retracted and ends some time; then the next is the first.
+    So the first in line is never retracted and ends at some time; then the next is the first.
     """
     candidates = _with_pages_to_give(active)
     return in_turn(candidates)[-1] if len(candidates) > 1 else None
 
 
 def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
-    """Return who of `active` is to go back so that `seq` has a slot, or None.
+    """Return the one of `active` that is to go back so that `seq` gets a slot, or None.
 
     It is the last in turn of those that have no higher priority, and whose tenants will still run no fewer
-    than that of `seq`.
+    sequences than the tenant of `seq`.
     """
     running = Counter(map(tenant_of, active))
     enough = running[tenant_of(seq)] + 2
