@@ -1,7 +1,7 @@
 """The decode role of our own engines reserves pages, has the delta written, and generates.
 
-transfer/receiving/room_watch.py knows whether units that somebody else writes may be reused; where it says
-no, they are kept from reuse here when their request ends.
+transfer/receiving/room_watch.py knows whether units that somebody else writes may be reused. If they may not,
+they are kept from reuse here when their request ends.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 
 E = TypeVar("E", Reserved, Token)
 
-# A transfer's last word may overtake the answer to the call that it belongs to. Only the answer says which
-# error it is, and with it whose: a prompt that prefill cannot hold is no failure of prefill's.
+# A transfer may end before the answer to the prefill call arrives. Only the answer has the error itself, and
+# so tells whose it is: it is not prefill's fault that a prompt is too long for it.
 _ANSWER_PATIENCE_S = 1.0
 
 
@@ -51,7 +51,7 @@ class _Received:
     layout: KvLayout  # It has what both ranks have.
     group_bytes: tuple[int, ...]
     digested_pages: int
-    link_s: float  # It lasts until the handshake with the rank stood.
+    link_s: float  # It is the time until the handshake with the rank was complete.
     transfer_s: float
 
 
@@ -77,7 +77,7 @@ class PagedDecodeEngine(TransferringEngine):
         model_directory: Path | None = None,
         open_channel: OpenChannel = channels.open_channel,
     ) -> None:
-        """It lends what it holds where there is an `open_writer`, and asks sources where it `pulls`."""
+        """It lends what it holds if it has an `open_writer`, and asks sources if `pulls` is set."""
         super().__init__(
             make_runner,
             own_id,
@@ -96,12 +96,13 @@ class PagedDecodeEngine(TransferringEngine):
 
     async def start(self) -> None:
         await super().start()
-        if self._open_writer is not None:  # It is the first: UCX tells that agent what it chooses.
+        # It starts first, because UCX reports the paths that it chooses to the first agent.
+        if self._open_writer is not None:
             await self._start_sender(self._open_writer)
         self._start_links(self._open_listener())
 
     def _sender_crashed(self, error: BaseException) -> None:
-        """Lend nothing any more, and say so to who asks. No request here needs anybody to be written to."""
+        """Lend nothing any more, and refuse those that ask. No request of this rank needs the sender."""
         log.critical("lending_ended rank=%s reason=%r", self._own_id, error)
         self._sender_gone.set()
 
@@ -122,7 +123,7 @@ class PagedDecodeEngine(TransferringEngine):
             self.post(Submit(seq))
             try:
                 reserved = await _next(mailbox, Reserved)
-                # That event comes with a step's others: here its first part has been computed by then.
+                # That event is reported with a step's others, so its first part has been computed by then.
                 queue_s, received = constraint_s + reserved.queue_s, None
                 pulled = await self.pull(seq, mailbox, reserved)
                 if remote_prefill is not None:
@@ -138,7 +139,7 @@ class PagedDecodeEngine(TransferringEngine):
                     token = tokens[-1]
                     yield _output(tokens)
             finally:
-                self.post(Cancel(seq))  # It does nothing to a sequence that has ended.
+                self.post(Cancel(seq))  # This has no effect on a sequence that has ended.
 
     async def _receive(
         self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
@@ -148,7 +149,7 @@ class PagedDecodeEngine(TransferringEngine):
         Raises:
             PeerFailed, NoCapacity: the prefill leg failed, or other bytes landed than prefill wrote; the
                 pages are given back, or are in quarantine until the writer has stopped.
-            Unavailable: the rank is stopping; likewise.
+            Unavailable: the rank is stopping; the same happens to the pages.
         """
         assert self._links is not None
         reserved_at = time.monotonic()
@@ -218,15 +219,12 @@ class PagedDecodeEngine(TransferringEngine):
 
 
 class _Delta(Delta):
-    """Its delta may be asked for anew, from an earlier token on."""
-
     def __init__(self, engine: TransferringEngine, seq: Sequence, link: SenderLink, room: Room) -> None:
         super().__init__(engine, seq.request.request_id, link, link.layout, room)
         self._seq = seq
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
 
     def reserve(self, reserved: Reserved) -> None:
-        """Raises PeerFailed when the link has ended; then nothing was sent."""
         self.send_ticket(reserved.prefix_len, len(self._seq.ids), reserved.delta_pages, reserved.carried)
 
     async def renegotiate(self, start: int) -> None:
@@ -236,7 +234,6 @@ class _Delta(Delta):
         self.reserve(await self._reserved_again.get())
 
     async def attend(self, mailbox: Mailbox) -> None:
-        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
         while True:
             try:
                 async with asyncio.timeout(self.lease.renew_every_s):
@@ -249,7 +246,7 @@ class _Delta(Delta):
                 self._reserved_again.put_nowait(event)
 
     def give_up(self) -> None:
-        """Put pages that may be written still into quarantine; the others go with their sequence, which
+        """Put pages that may still be written into quarantine; other pages go with the sequence, which
         ends."""
         if self.watch.abort():
             self.engine.begin_quarantine(self._seq, self.watch)
@@ -278,7 +275,7 @@ def _output(
 
 
 def _check_token(token_id: int, vocab_size: int, matcher: Matcher | None) -> None:
-    """Refuse a token outside the vocabulary, which in a batch would fail all the others too."""
+    """Refuse a token outside the vocabulary: it would fail all other sequences of its batch, too."""
     if not 0 <= token_id < vocab_size:
         raise PeerFailed(f"prefill chose token {token_id}, which is outside the vocabulary of {vocab_size}")
     if matcher is not None and not matcher.may_choose(token_id):

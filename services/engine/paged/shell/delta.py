@@ -1,7 +1,7 @@
-"""A ticket's delta, on the rank whose pages it goes to: what was sent, and whether it landed as it was
+"""A delta is what a ticket asks a writer for; this follows it on the receiving rank, until it landed as
 written.
 
-transfer/receiving/room_watch.py knows whether somebody may write the pages still.
+transfer/receiving/room_watch.py knows whether somebody may still write the pages.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class WriteLease:
     write_lease_s: float = 10.0  # It is renewed while the request waits.
-    # It covers the longest posts in flight, and the drift of two monotonic clocks.
+    # It covers the longest posts in flight, and the drift between two monotonic clocks.
     fence_margin_s: float = 5.0
 
     @property
@@ -48,17 +48,16 @@ class Delta:
         layout: KvLayout,
         room: Room,
     ) -> None:
-        """`layout` has what crosses."""
         self.engine = engine
         self.lease = engine.lease
         self._request_id = request_id
         self._link = link
-        self._layout = layout
+        self._layout = layout  # It has the groups that are transferred.
         self._room = room
         self._want_digests = engine.wants_digests(room)
         self._watch: RoomWatch | None = None  # It belongs to the last ticket.
-        self._units: tuple[tuple[PageId, ...], ...] = ()  # These units, by pool, are written into.
-        self.start = self._end = 0  # They count tokens.
+        self._units: tuple[tuple[PageId, ...], ...] = ()  # The writer writes into these units, by pool.
+        self.start = self._end = 0  # They are in tokens.
 
     @property
     def watch(self) -> RoomWatch:
@@ -70,7 +69,7 @@ class Delta:
     ) -> None:
         """Have [start, end) written into `pages`, and the state at `end` into `carried`.
 
-        Raises PeerFailed when the link has ended; then nothing was sent.
+        Raise PeerFailed where the connection has ended; nothing was sent then.
         """
         self.start, self._end = start, end
         shadowed = (tuple(pages),) * len(self._layout.draft_group)
@@ -91,14 +90,14 @@ class Delta:
         self.watch.renew(self._link.write_until_s(self.lease.write_lease_s))
 
     async def renegotiate(self, start: int) -> None:
-        """Send another ticket, whose delta starts at `start`. Raises PeerFailed where that is not to be."""
+        """Send another ticket, whose delta starts at `start`. Raise PeerFailed where this is not allowed."""
         raise PeerFailed(f"the writer wants the delta to start at token {start}, it starts at {self.start}")
 
     async def landed_as_written(self) -> tuple[Landed, int]:
-        """Return what has landed, and how many of its units were compared with the digests of what was sent.
+        """Return what has landed, and how many of its units were compared with the writer's digests.
 
         Raises:
-            KvCorrupt: one differs.
+            KvCorrupt: a unit differs.
             PeerFailed: nothing landed, or too little, or the number of digests is not that of all units.
         """
         while not isinstance(outcome := await self.watch.outcome(), Landed):
@@ -133,6 +132,7 @@ class Delta:
 def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
     if landed.group_bytes != due:
         told = landed.group_bytes
-        by_group = told if len(told) == len(due) else (sum(told),)  # There may be any number of them.
+        # The writer may report any number of groups.
+        by_group = told if len(told) == len(due) else (sum(told),)
         moved, expected = (" + ".join(map(str, sizes)) for sizes in (by_group, due))
         raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")

@@ -1,8 +1,8 @@
-"""The thread here owns a rank's state.
+"""This thread owns a rank's state.
 
-asyncio posts frozen commands on one queue; the thread applies them between steps and hands what happened back
-to the loop, one `call_soon_threadsafe` a step. Pages that a prefill rank offers go from here to the sender's
-thread; the loop has no part in that. Nothing else touches the core.
+asyncio posts frozen commands on one queue. The thread applies them between steps and reports what happened to
+the loop, with one `call_soon_threadsafe` a step. Pages that a prefill rank offers go directly from here to
+the sender's thread, not through the loop. No other thread touches the core.
 
 A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A runner that fails so often in a row does not recover (a CUDA context that has faulted never does): only a
-# new incarnation of the rank can help, and would not come while this one reports that it is well.
+# A runner that fails so often in a row does not recover (a CUDA context that has faulted never does). Only a
+# new incarnation of the rank helps, and it would not come while this one reports that it is well.
 _MAX_FAILED_STEPS = 5
 
 
@@ -46,13 +46,13 @@ class Submit:
 class DeltaLanded:
     seq: Sequence
     first_token: Sampled
-    with_draft: bool = False  # The draft model's KV of it landed, too.
+    with_draft: bool = False  # The draft model's KV landed, too.
 
 
 @dataclass(frozen=True, slots=True)
 class Renegotiate:
     seq: Sequence
-    start: int  # It counts tokens.
+    start: int  # It is in tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ class BeginTakeOver:
 @dataclass(frozen=True, slots=True)
 class EndTakeOver:
     seq: Sequence
-    answer: Callable[[tuple[int, int]], None]  # It is told what is held here now, and the room, in tokens.
+    # It gets the tokens held here now, and those for which there is space.
+    answer: Callable[[tuple[int, int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class CheckBooks:
 
 @dataclass(frozen=True, slots=True)
 class TierNews:
-    """A copy between the pool and a tier has ended; the next step takes it."""
+    """A copy between the pool and a tier has ended, and the next step handles it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class GiveUpTiers:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    free: bool  # The pool is freed too, for no transfer touches it any more.
+    free: bool  # The pool is to be freed too, because no transfer touches it any more.
 
 
 PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
@@ -182,8 +183,8 @@ class EngineThread:
         loop: asyncio.AbstractEventLoop,
         offer: Callable[[Offer], None] | None = None,
     ) -> None:
-        """`offer` is called on this thread with every Offered and Carried, which are in no report then; it
-        must neither raise nor wait. The others are called on `loop`."""
+        """This thread calls `offer` with every Offered and Carried, which no report then has; it must neither
+        raise nor wait. The other functions are called on `loop`."""
         self._offer = offer
         self._build = build
         self._deliver = deliver
@@ -191,7 +192,7 @@ class EngineThread:
         self._loop = loop
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
-        self._busy = False  # Another step would then do something without a command.
+        self._busy = False  # Another step would change something without a new command.
         self._frees = False
         self.watch = TurnWatch()
         self._started: asyncio.Future[EngineCore] = loop.create_future()
@@ -199,7 +200,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     async def start(self) -> EngineCore:
-        """Start the thread and wait until its core stands; what building it raised is raised here."""
         self._thread.start()
         return await self._started
 
@@ -207,13 +207,13 @@ class EngineThread:
         self._inbox.put(command)
 
     async def stop(self, free: bool = True) -> None:
-        """Return when the thread has made its last iteration, or was given up. With `free` the pool is
+        """Return when the thread has made its last iteration or was given up. With `free` the pool is
         freed."""
         self.post(Stop(free))
         await self._gone.wait()
 
     def abandon(self) -> str:
-        """Return where it hangs, as far as Python knows; nobody waits for it any more."""
+        """Stop waiting for the thread, and return where it hangs, as far as Python knows."""
         self._gone.set()
         return stack_of(self._thread)
 
@@ -236,7 +236,7 @@ class EngineThread:
             while self._turn(core):
                 pass
         except BaseException as error:
-            # This is our own mistake: the rank's books cannot be trusted any more.
+            # This is a bug of ours: the rank's books cannot be trusted any more.
             log.critical("engine_crashed", exc_info=True)
             self._call(self._on_crash, error)
             return
@@ -263,8 +263,8 @@ class EngineThread:
         return running
 
     def _apply_commands(self, core: EngineCore) -> bool:
-        # Without anything to compute it sleeps until a command comes: a sequence that waits for pages or for
-        # its prefill is freed by a command only.
+        # With nothing to compute it sleeps until a command comes: only a command can help a sequence that
+        # waits for pages or for its prefill.
         wait = not self._busy
         try:
             while True:
@@ -278,7 +278,6 @@ class EngineThread:
             return True
 
     def _next_command(self, wait: bool, core: EngineCore) -> Command:
-        """Raises Empty where there is none, or none has come by the time that the next step is due."""
         if not wait:
             return self._inbox.get_nowait()
         self.watch.rests()
@@ -331,12 +330,12 @@ class EngineThread:
         try:
             self._busy = core.step()
         except RunnerFailed as error:
-            # A failed forward pass leaves the KV of its batch undefined; the rank itself can go on.
+            # A failed forward pass leaves the KV of its batch undefined, but the rank can continue.
             log.exception("engine_step_failed")
             if core.failed_steps >= _MAX_FAILED_STEPS:
                 raise
             failure = Failed(Unavailable(f"the engine failed: {error}"))
-            self._busy = True  # Those that wait may have room now.
+            self._busy = True  # There may be room now for waiting sequences.
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:
@@ -346,7 +345,6 @@ class EngineThread:
         self._call(self._deliver, report)
 
     def _offered(self, events: list[tuple[Sequence, Reported]]) -> list[tuple[Sequence, Reported]]:
-        """Hand on what the sender takes from this thread; return the other events."""
         if self._offer is None:
             return events
         others: list[tuple[Sequence, Reported]] = []
@@ -361,7 +359,7 @@ class EngineThread:
         try:
             self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:
-            # The loop has been closed: nobody is left to tell.
+            # The loop is closed, so nobody is left to report to.
             log.debug("engine_loop_closed")
 
 

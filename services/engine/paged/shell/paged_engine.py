@@ -1,17 +1,17 @@
-"""The decode and the prefill engine have this in common: the asyncio side of the engine thread.
+"""The decode and the prefill engine share this asyncio side of the engine thread.
 
-The first steps are for nobody, before the rank serves. What a device sets up lazily (kernels, workspaces) is
-set up then, and a prompt chunk of full size that does not fit into memory fails the start instead of the
-first client:
+Before the rank serves, the engine runs some steps for nobody. They make the device set up what it sets up
+lazily (kernels, workspaces), and they make the start fail, instead of the first client, where a prompt chunk
+of full size does not fit into memory:
 
     a chunk      the first of a prompt
     a token      after it
     drafts       after each, where there is a draft model
-    a chunk      on a GPU: the last of the longest prompt there can be, after pages that are still zero
+    a chunk      on a GPU: the last of the longest possible prompt, after pages that are still zero
 
-(What many sequences beside it take on top is not tried.) On a CPU the last one is left out: there it takes as
-long as a client's does, up to minutes, sets nothing up, and cannot fail, for a CPU allocates more memory than
-it has. Pages are allocated like any others and given back; nothing is published.
+(The memory that many sequences need beside it is not tried.) On a CPU the last chunk is left out: there it
+takes as long as a client's, up to minutes, sets nothing up, and cannot fail, because a CPU allocates more
+memory than it has. The pages are allocated like any others and given back; nothing is published.
 """
 
 import asyncio
@@ -60,14 +60,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A share of the pool is evicted ahead; the bound keeps an eviction short beside a step. On a mix of
-# conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and runs of 5.3 pages
-# were allocated instead of 1.03.
+# This share of the pool (one page in so many) is evicted ahead. The bound keeps an eviction short within a
+# step. On a mix of conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and
+# allocated pages in runs of 5.3 instead of 1.03.
 _EVICT_AHEAD = 16
 _MAX_EVICTED_AHEAD = 256
 
-# A step's limit is at least so many times what the warm-up took. A step of the same size takes several times
-# as long with a long context before it; and a slow rank does not hang.
+# A step's limit is at least so many times the warm-up's duration. A step of the same size takes several times
+# as long with a long context before it, and a slow rank must not count as hung.
 _WARM_UPS = 10
 
 
@@ -75,8 +75,6 @@ _NO_EVENTS = CacheEvents()
 
 
 class ThreadHangs(Exception):
-    """An iteration of a thread has not ended within its limit."""
-
     event = ""  # It names the event in the log.
 
 
@@ -85,7 +83,7 @@ class EngineHangs(ThreadHangs):
 
 
 class SenderHangs(ThreadHangs):
-    """A call of the transport, as a rule, has not come back to the sender's thread."""
+    """A call of the sender's thread, normally to the transport, does not return."""
 
     event = "sender_hangs"
 
@@ -93,7 +91,7 @@ class SenderHangs(ThreadHangs):
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
     model: str  # It is the name that seeds the block hashes.
-    index_block: int = 64  # It counts tokens.
+    index_block: int = 64  # It is the size in tokens.
     enabled: bool = True
     protected_share: float = 0.3  # This share of the pool is for prefixes requested more than once.
     tiers: TierSettings = field(default_factory=TierSettings)
@@ -103,7 +101,8 @@ class Mailbox:
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._come = asyncio.Event()
-        self.tell: Callable[[int], None] | None = None  # It takes tokens with nothing queued before them.
+        # It takes a token at once where no event is queued before it.
+        self.tell: Callable[[int], None] | None = None
 
     def put(self, event: Reported) -> None:
         if isinstance(event, int):
@@ -115,7 +114,6 @@ class Mailbox:
         self._come.set()
 
     async def get(self) -> Event:
-        """Return the next event. Raises what the sequence failed with."""
         while not self._events:
             self._come.clear()
             await self._come.wait()
@@ -144,7 +142,6 @@ class PagedEngine:
         speculation: Speculation | None = None,
         model_directory: Path | None = None,
     ) -> None:
-        """`model_directory` has the tokenizer that constraints are kept to with."""
         self._make_runner = make_runner
         self._limits = limits
         self._speculation = speculation or Speculation()
@@ -157,7 +154,7 @@ class PagedEngine:
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
-        # None says that there are no more.
+        # None marks the end.
         self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()
         self._stopping = False
         self._idle = asyncio.Event()
@@ -214,16 +211,16 @@ class PagedEngine:
                 )
 
     async def _give_up_when_hanging(self, thread: TierThread) -> None:
-        """Go on without tiers once their thread hangs: a disk that never answers ends no rank."""
+        """Continue without tiers once their thread hangs: a disk that never answers must not end the rank."""
         await until_it_hangs(thread.watch, self._limits.step_limit_s)
         log.critical("tier_hangs limit_s=%g\n%s", self._limits.step_limit_s, thread.stack())
         self.post(GiveUpTiers())
 
     async def stop(self) -> None:
-        """End every request with Unavailable and stop the thread; one that hangs is not waited for.
+        """End every request with Unavailable and stop the thread, without waiting for one that hangs.
 
-        The caller goes on consuming what it iterates until that has ended; memory stays until no writer can
-        write it any more.
+        The caller must consume its iterators to their ends. The memory stays until no writer can write it any
+        more.
         """
         self._stopping = True
         for mailbox in self._mailboxes.values():
@@ -237,8 +234,7 @@ class PagedEngine:
         self._cache_events.put_nowait(None)
 
     async def crashed(self) -> bool:
-        """Return when the engine's thread, or the sender's, has died of a bug or hangs, and True where one
-        hangs.
+        """Return when the engine's or the sender's thread has died of a bug, or hangs; True where one hangs.
 
         The process should then end and be restarted.
         """
@@ -280,20 +276,19 @@ class PagedEngine:
         return self._stopping
 
     async def _stop_transfers(self) -> bool:
-        """Return once no transfer touches the pool: the thread frees it after that.
+        """Return once no transfer touches the pool, which the thread frees after that.
 
         Returns:
-            False where that cannot be waited for: the pool has to stay for as long as the process does.
+            False where this cannot be waited for: the pool must then stay as long as the process does.
         """
         return True
 
     def post(self, command: Command) -> None:
-        """Hand a command to the engine thread. Any thread may call; after a crash nothing happens."""
+        """Hand a command to the engine thread, from any thread; after a crash nothing happens."""
         assert self._thread is not None, "the engine has not been started"
         self._thread.post(command)
 
     async def answer(self, command: Callable[[Callable[[T], None]], Command]) -> T:
-        """Post a command that is answered on the loop; return its answer."""
         answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def told(answer: T) -> None:
@@ -305,8 +300,6 @@ class PagedEngine:
 
     @contextlib.contextmanager
     def mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
-        """Yield a mailbox in which the events of a sequence, once submitted, arrive while the context is
-        open."""
         if self._stopping:
             raise Unavailable("the rank is stopping")
         mailbox = self._mailboxes[seq] = Mailbox()
@@ -321,14 +314,12 @@ class PagedEngine:
     def _sequence(
         self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None
     ) -> Sequence:
-        """Raises InvalidRequest where what is requested of its prompt is not in it."""
         self._arrivals += 1
         scores = scores_of(request)
         scores = None if receives else scores
         return Sequence(request, self._arrivals, receives=receives, matcher=matcher, scores=scores)
 
     async def _matcher(self, request: GenerationRequest) -> Matcher | None:
-        """Raises InvalidRequest where its constraint cannot be kept to."""
         constraint, output_ids = request.sampling.constraint, request.output_ids_so_far
         if constraint is None:
             return None
@@ -383,9 +374,9 @@ class PagedEngine:
     def _watch(
         self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
     ) -> None:
-        """Fail what runs with `error`, as by a crash, once that thread hangs.
+        """Handle a thread that hangs like a crash with `error`.
 
-        `abandon` gives the thread up, for which nobody waits any more, and returns where it hangs.
+        `abandon` gives the thread up, so that nobody waits for it any more, and returns where it hangs.
         """
 
         self._watches.append(watch)
@@ -408,7 +399,7 @@ class PagedEngine:
         try:
             self._deliver_all(report)
         except Exception as error:
-            # This is our own mistake: others' events of the step are lost, and they would wait for ever.
+            # This is a bug of ours: the step's other events are lost, and their requests would wait for ever.
             log.critical("engine_report_lost", exc_info=True)
             self._fail_all(error)
 
@@ -422,7 +413,6 @@ class PagedEngine:
 
 
 def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
-    """Yield the metric of ModelRunner.steps_by_way."""
     steps = CounterMetricFamily(
         "isthmus_steps",
         "Steps of engine torch on a GPU, by way: graph (replayed from a CUDA graph), eager (launched anew).",
@@ -434,15 +424,15 @@ def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
 
 
 _GREEDY = SamplingParams(temperature=0)
-_DRAFTS = 2  # It drafts one after the chunk, and one after a single token.
+_DRAFTS = 2  # One draft follows the chunk, and one a single token.
 
 
 def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:
-    """Compute chunks as long as a step may have and the pool holds, and a token.
+    """Compute a chunk as long as the pool and a step allow, and a token.
 
     Raises:
-        ConfigError: the runner cannot.
-        Unavailable: it cannot now: memory is short, or the device is lost.
+        ConfigError: the runner cannot compute them.
+        Unavailable: it cannot do so now: memory is short, or the device is lost.
     """
     longest = min(runner.max_context_tokens, cache.num_pages * runner.layout.page_size) - 1
     chunk_len = min(chunk_size, longest)

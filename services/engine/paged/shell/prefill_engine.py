@@ -41,7 +41,7 @@ class PagedPrefillEngine(TransferringEngine):
         model_directory: Path | None = None,
         open_channel: OpenChannel = channels.open_channel,
     ) -> None:
-        """It asks sources for what they hold where there is an `open_listener`."""
+        """It pulls prefixes from sources if it has an `open_listener`."""
         super().__init__(
             make_runner,
             own_id,
@@ -90,7 +90,7 @@ class PagedPrefillEngine(TransferringEngine):
                 self.sender.cancel_room(rendezvous.room)
                 raise
             finally:
-                # It does nothing once it has ended; the transfer gives the pages back.
+                # This has no effect on a sequence that has ended; the transfer's end gives its pages back.
                 self.post(Cancel(seq))
         return PrefillResult(
             first_token_id=token.token_id,
@@ -108,7 +108,7 @@ class PagedPrefillEngine(TransferringEngine):
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[RoomEnd] = loop.create_future()
 
-        def on_failed(end: RoomEnd) -> None:  # The sender's thread calls it and on_end.
+        def on_failed(end: RoomEnd) -> None:  # The sender's thread calls on_failed and on_end.
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         def on_end(end: RoomEnd) -> None:
@@ -119,7 +119,7 @@ class PagedPrefillEngine(TransferringEngine):
         self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
         return ended
 
-    def _hand_on(self, event: Offer) -> None:  # The engine's thread calls it.
+    def _hand_on(self, event: Offer) -> None:  # The engine's thread calls this.
         if isinstance(event, Offered):
             self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
         else:
@@ -135,7 +135,8 @@ class _Computed:
         return await self._said.get()
 
     async def attend(self, mailbox: Mailbox) -> None:
-        """Raises what the sequence fails with, also when it is computed and its transfer still open."""
+        """Raise what the sequence fails with, even when it has been computed and its transfer is still
+        open."""
         reserved = await mailbox.get()
         if not isinstance(reserved, Reserved):
             raise ProtocolError(f"expected Reserved, got {reserved!r}")
@@ -151,7 +152,7 @@ async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:
     end = await ended
     if end.error is None:
         return end
-    # The decode rank's abort may be here before its cancellation of the call is.
+    # The decode rank's abort may arrive before its cancellation of the call.
     raise (Aborted if end.outcome is Outcome.ABORTED else PeerFailed)(end.error)
 
 

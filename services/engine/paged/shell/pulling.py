@@ -1,13 +1,13 @@
-"""The shell around pulls: a rank asks a source for what that holds of a prompt, and grants others the same.
+"""This shell asks sources for the prefixes of prompts that they hold, and grants other ranks the same.
 
     Pulling.pull(seq) --PullRequest--> source             Lending.requested <--PullRequest-- another rank
-       <--PullGrant, or refused--                            engine's thread: granted --> the sender's room
+       <--PullGrant, or refused--                            engine's thread: granted --> sender's transfer
        --KvTicket--> ... <--landed, failed--                 sender's thread: PullGrant, then as any transfer
-       engine's thread: published, or computed               the room has ended --> engine's thread: unlocked
+       engine's thread: published, or computed               its end --> engine's thread: unlocked
 
-The states of a pull are in kv/handshake.py. It may take half of what computing instead would, asking for it
-included. Its grant may take a second of that, and the writes a quarter of a second in any case. So it needs
-to know neither the way to a source nor how fast it is.
+The states of a pull are in kv/handshake.py. A pull, its request included, may take half of the time that
+computing would take. Its grant may take a second of that, and the writes a quarter of a second in any case.
+So nobody needs to know the way to a source, nor its speed.
 """
 
 import asyncio
@@ -48,25 +48,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A source is told of a pull that is given up, and has so long to say that it writes no more. Then the pages
-# are replaced, which costs a quarantine and nothing else.
+# After a pull is given up, its source has so long to report that it writes no more. Then the pages are
+# replaced, which costs nothing but a quarantine.
 _LAST_WORD_S = 0.05
-# A ticket follows its grant within a round trip and a step of the puller's.
+# A ticket follows its grant within a round trip and one step of the rank that pulls.
 _MOST_KEPT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class PullBounds:
-    """A source is waited for within these."""
-
-    of_computing: float = 0.5  # This share of what computing would take, where that is known.
+    of_computing: float = 0.5  # It is a share of the time to compute, where that is known.
     least_s: float = 0.25
     unknown_s: float = 2.0
     most_s: float = 30.0
     grant_s: float = 1.0
 
     def limit_s(self, tokens: int, tokens_per_s: float) -> float:
-        """Return how long a pull may take that saves computing so many tokens."""
         if tokens_per_s <= 0:
             return self.unknown_s
         return min(self.most_s, max(self.least_s, self.of_computing * tokens / tokens_per_s))
@@ -76,7 +73,7 @@ BOUNDS = PullBounds()
 
 
 class Pulling:
-    """An engine asks sources through this. Every method is called on its loop."""
+    """An engine pulls from sources through this. All methods are called on the engine's loop."""
 
     def __init__(self, engine: "TransferringEngine", links: SenderConnections) -> None:
         self.engine = engine
@@ -90,10 +87,11 @@ class Pulling:
         source: PullSource,
         limit_s: float | None = None,
     ) -> Pulled:
-        """Have the source write what the sequence lacks, which then computes, whatever comes of it.
+        """Have the source write what the sequence lacks. Then the sequence computes, whether this succeeded
+        or not.
 
-        Without a `limit_s` it takes no longer than computing may gain. Raises what the sequence fails with
-        meanwhile.
+        Without a `limit_s` the time is limited by what computing would take. Raise what the sequence fails
+        with meanwhile.
         """
         pull = _Pull(self, seq, reserved, source, limit_s)
         try:
@@ -142,7 +140,7 @@ class _Pull:
 
     @property
     def _left_s(self) -> float:
-        """Return how long what was granted may take: what asking for it has left, or the least there is."""
+        """Return how long the granted writes may take: the rest of the time limit, or the least bound."""
         left_s = self._limit_s - (time.monotonic() - self._began)
         return max(left_s, min(BOUNDS.least_s, self._limit_s))
 
@@ -165,8 +163,6 @@ class _Pull:
         self.told = replace(self.told, seconds=time.monotonic() - self._began)
 
     async def _ask(self) -> PullGrant:
-        """Raises PullRefused, PeerFailed where the source cannot be asked, ProtocolError where its grant is
-        none."""
         self._link = link = await self._links.link(self._source.rank)
         wanted, seq = self._wanted, self._seq
         request = PullRequest(
@@ -179,7 +175,7 @@ class _Pull:
             link.write_until_s(self._grant_s + _MOST_KEPT_S),
         )
         grant = await link.ask(request)
-        if link.layout.draft is None:  # The two do not draft alike.
+        if link.layout.draft is None:  # The two ranks have different draft models, or one has none.
             grant = replace(grant, with_draft=False)
         self._engine.check_granted_end(grant.end, wanted)
         self.told = replace(self.told, held_tokens=grant.end)
@@ -188,7 +184,7 @@ class _Pull:
     async def _reserve_up_to(self, end: int) -> None:
         if self._reserved.carried:
             self._engine.post(PullUpTo(self._seq, end))
-            # The engine's thread answers between two steps, and nothing else may come after it has been told.
+            # The engine's thread answers between two steps, and no other event may come after this command.
             self._reserved = await self._reserved_again.get()
 
     async def _fill(self, grant: PullGrant) -> None:
@@ -197,7 +193,7 @@ class _Pull:
             self._fail(PullEvent.REFUSED, "gone", "the stream to the source was lost")
             return
         self._grant = grant
-        self._limit_s = self._limit_up_to(grant.end)  # It may be another end than was expected.
+        self._limit_s = self._limit_up_to(grant.end)  # The granted end may differ from the expected one.
         self.step(PullEvent.GRANTED)
         assert self._delta is not None
         left_s = self._left_s
@@ -270,7 +266,7 @@ class _Pull:
         delta.send_ticket(start, end, pages, self._reserved.carried)
 
     async def attend(self, mailbox: "Mailbox") -> None:
-        """Renew the lease from time to time. Raises what the sequence fails with meanwhile."""
+        """Renew the lease from time to time. Raise what the sequence fails with meanwhile."""
         while True:
             try:
                 async with asyncio.timeout(self._engine.lease.renew_every_s):
@@ -285,13 +281,13 @@ class _Pull:
 
 
 async def _nothing() -> None:
-    """The other leg of a pull is nobody's."""
+    """A pull has no second leg."""
 
 
 class Lending:
-    """An engine grants others what its core holds, and has its sender write it.
+    """An engine grants others the prefixes that its core holds, and has its sender write them.
 
-    `requested` is called on the loop, all else on the engine's and the sender's thread.
+    `requested` is called on the loop, the other methods on the engine's and the sender's threads.
     """
 
     def __init__(self, engine: "TransferringEngine", sender: KvSender, own_id: RankId) -> None:

@@ -1,4 +1,4 @@
-"""The shell around what a rank takes over from one that leaves, and what it leaves to others itself.
+"""This shell takes over prefixes from a rank that leaves, and hands over this rank's own prefixes.
 
 TakeOver --> engine's thread: pages reserved --> a pull, as for a request --> published, cached
                 `--busy, no room                   `--failed, cancelled--> given back, or in quarantine
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class TakingOver:
-    """It implements services.engine.base.HandsOver for an engine that has started."""
+    """It implements services.engine.base.HandsOver for an engine that was started."""
 
     def __init__(self, engine: "TransferringEngine") -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""A rank's tiers are opened here, as its settings name them, for the layout that its runner has."""
+"""A rank's tiers are opened here, as its settings describe them, for the layout of its runner."""
 
 import logging
 import re
@@ -25,20 +25,17 @@ log = logging.getLogger(__name__)
 
 TIER_FORM = r"(memory|/[^:]*):[0-9]+(KiB|MiB|GiB|TiB)"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# What goes next is stored once fewer than so many times what is evicted ahead are free.
+# Pages are stored once the free ones are fewer than so many times those that are evicted ahead.
 _MARGINS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """A tier of each rank's is here: in memory, or in files below a directory."""
-
     directory: Path | None
     size_bytes: int
 
     @classmethod
     def parse(cls, text: str) -> "TierPlace":
-        """Read what has TIER_FORM."""
         where, size = text.rsplit(":", 1)
         number, unit = re.findall(r"([0-9]+)([A-Za-z]+)", size)[0]
         return cls(None if where == "memory" else Path(where), int(number) * _UNITS[unit])
@@ -46,14 +43,13 @@ class TierPlace:
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    places: tuple[TierPlace, ...] = ()  # The nearest comes first.
-    rank: str = ""  # Files of this rank are told from others' by it.
-    memory_fd: int | None = None  # A supervisor holds the memory, for each life of the rank.
+    places: tuple[TierPlace, ...] = ()  # The nearest tier comes first.
+    rank: str = ""  # It distinguishes this rank's files from others'.
+    memory_fd: int | None = None  # A supervisor holds this memory through restarts of the rank.
     calls: FileCalls = field(default_factory=FileCalls)
 
     @property
     def memory_bytes(self) -> int:
-        """Return what the tiers of a rank take of the machine's memory."""
         return sum(place.size_bytes for place in self.places if place.directory is None)
 
 
@@ -66,9 +62,9 @@ def open_tiers(
     clock: Clock,
     wake: Callable[[], None],
 ) -> Tiering | None:
-    """Open the tiers and start their thread; None where there are none.
+    """Open the tiers and start their thread; return None where there are none.
 
-    Raises ConfigError where a tier has no room, or the runner remembers more than pages on a CPU.
+    Raise ConfigError where a tier has no room, or where the runner keeps more than pages on a CPU.
     """
     if not settings.places or not cache.enabled:
         return None
@@ -120,13 +116,12 @@ def _open(settings: TierSettings, place: TierPlace, shape: SlabShape) -> Slab | 
         if place.directory is None:
             return open_memory(settings.memory_fd, shape, settings.calls)
         return open_file(place.directory, settings.rank, shape, settings.calls)
-    except SlabInUse as error:  # It would be torn; without it everything is computed.
+    except SlabInUse as error:  # Two users would corrupt it; without it everything is computed.
         event(log, "kv_tier_in_use", level=logging.WARNING, why=str(error))
         return None
 
 
 def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
-    """Yield the metrics of a rank's tiers; without samples where it has none."""
     moved = CounterMetricFamily(
         "isthmus_tier_bytes",
         "Bytes of KV that went between the pool and its tiers: direction is down (stored) or up (read).",

@@ -1,10 +1,10 @@
-"""An engine of either role has these two ends of its transfers beside its thread.
+"""An engine of either role has two ends of transfers beside its thread.
 
     sender   writes what is here into others' pools, and serves the Handshake: deltas of a prefill rank, and
-             what is granted to those that pull
-    links    have others write into our pool: the deltas of a decode rank, and what sources hold
+             prefixes granted to those that pull
+    links    have others write into our pool: the deltas of a decode rank, and prefixes from sources
 
-Each end has a transport of its own. A rank has only those that it needs.
+Each end has its own transport. A rank has only the ends that it needs.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, Pulled
 
 OpenChannel = Callable[[str], grpc.aio.Channel]
-# The sender posts, polls or digests a piece of one transfer in one go, which takes milliseconds.
+# The sender posts, polls or digests one piece of a transfer at a time, which takes milliseconds.
 _MAX_SENDER_LIMIT_S = 30.0
 
 
@@ -78,11 +78,10 @@ class TransferringEngine(PagedEngine):
     def load(self) -> RankLoad:
         load, sender = super().load(), self._sender
         if sender is None or not (sender.open_rooms or sender.kv_paths):
-            return load  # A decode rank that lends nothing at present is asked at every step.
+            return load  # This avoids a copy at every step of a decode rank that lends nothing at present.
         return replace(load, open_rooms=sender.open_rooms, kv_paths=sender.kv_paths)
 
     async def _start_sender(self, open_writer: Callable[[], Transport]) -> None:
-        """Start what writes into others' pools, and serves the Handshake."""
         loop = asyncio.get_running_loop()
         hearing = Hearing()
         self._watching.append(asyncio.create_task(hearing.listen(), name="hearing"))
@@ -104,7 +103,6 @@ class TransferringEngine(PagedEngine):
             self._watch(sender.watch, limit_s, self._abandon_sender, SenderHangs())
 
     def _start_links(self, listener: Transport) -> None:
-        """Start what others write through into our pool, and what asks them to."""
         listener.register(self.memories, self.layout.unit_bytes)
         self._listener = listener
         self._links = SenderConnections(
@@ -119,7 +117,7 @@ class TransferringEngine(PagedEngine):
             self._pulling = Pulling(self, self._links)
 
     def _sender_crashed(self, error: BaseException) -> None:
-        """Note that nobody can be written to any more: who only computes for others is of no use then."""
+        """End the rank, because a rank that only computes for others is of no use without its sender."""
         self._fail_all(error)
 
     def _abandon_sender(self) -> str:
@@ -136,7 +134,8 @@ class TransferringEngine(PagedEngine):
         return untouched
 
     async def _close_links(self, links: SenderConnections) -> None:
-        """Give writers that were asked to stop time to say so; then the streams end and fence time begins."""
+        """Give writers time to confirm that they have stopped; then end the streams, which begins the fence
+        time."""
         if self._quarantines:
             patience_s = self.lease.write_lease_s + self.lease.fence_margin_s
             await asyncio.wait(self._quarantines, timeout=patience_s)
@@ -160,7 +159,7 @@ class TransferringEngine(PagedEngine):
         self.when_stopped(watch, lambda: self.post(EndQuarantine(seq)))
 
     def when_stopped(self, watch: RoomWatch, ended: Callable[[], None]) -> None:
-        """Call `ended` once the writer can write no more. Until then the engine does not stop."""
+        """Call `ended` once the writer can write no more. The engine does not stop before that."""
 
         async def wait() -> None:
             await watch.writer_stopped(self.lease.fence_margin_s)
@@ -171,7 +170,6 @@ class TransferringEngine(PagedEngine):
         task.add_done_callback(self._quarantines.discard)
 
     def check_granted_end(self, end: int, wanted: Wanted) -> None:
-        """Raise ProtocolError where a source grants what it was not asked for."""
         unit = self._cache_settings.index_block if self.layout.carried else self.layout.page_size
         if not wanted.resumes_at < end <= wanted.end or end % unit:
             raise ProtocolError(f"the source grants {end} tokens of {wanted}")
@@ -182,7 +180,8 @@ class TransferringEngine(PagedEngine):
         return self._pulling
 
     async def pull(self, seq: Sequence, mailbox: Mailbox, reserved: Reserved) -> Pulled | None:
-        """Have its source write what it lacks, if it has one that holds more. Raises what it fails with."""
+        """Have the source, if there is one that holds more, write what the sequence lacks. Raise what it
+        fails with."""
         source = seq.request.pull_from
         if reserved.wanted is None or source is None or self._pulling is None:
             return None
