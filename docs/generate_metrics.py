@@ -30,7 +30,7 @@ from services.index.read.mirror import Mirror
 from services.index.write.membership import Membership
 from services.net.certificates import CertificateCollector
 from services.observe import build_info
-from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMetrics
+from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMetrics, RequestMetrics
 from services.router.cluster import Cluster
 from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
@@ -111,10 +111,12 @@ async def registries() -> dict[str, CollectorRegistry]:
         WatchMetrics(made["router"])
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
-        PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine()))
-        DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine()))
-        for role in (Role.PREFILL, Role.DECODE):
-            HandOverMetrics(made[role.value])
+        metrics: dict[Role, RequestMetrics] = {
+            Role.PREFILL: PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine())),
+            Role.DECODE: DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine())),
+        }
+        for role, of_requests in metrics.items():
+            HandOverMetrics(made[role.value], of_requests.digests)
             address = RankAddress(RankId("w", 0, Generation(1)), "127.0.0.1:1")
             registration = Registration(role, address, KvLayout(64, 1, 0), "m", 1, 1, "fake", (), "")
             membership = Membership(etcd, keys, Schema(64, "s"), registration)

@@ -238,14 +238,14 @@ def engines() -> Dashboard:
                     graph(
                         "KV digest mismatches",
                         "ops",
-                        "Transfers per second that were given up because pages differed from what prefill wrote, of "
+                        "Transfers per second that were given up because pages differed from what was sent, of "
                         "those that are checked. Must be 0. Runbook: IsthmusKvCorrupted.",
                         highest(_rate("isthmus_kv_digest_mismatches_total"), _NAME),
                     ),
                     graph(
                         "Pages checked by digest",
                         "short",
-                        "Received pages per second that were compared with what prefill wrote; the share is "
+                        "Received pages per second that were compared with what was sent; the share is "
                         "--kv-digest-share.",
                         highest(_rate("isthmus_kv_digested_pages_total"), _NAME),
                     ),

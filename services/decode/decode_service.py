@@ -423,7 +423,7 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
             if handshake is not None:
                 handshake_pb2_grpc.add_HandshakeServicer_to_server(handshake, server)
 
-        return Services(register, names, service.intake, service.close)
+        return Services(register, names, service.intake, metrics.digests, service.close)
 
     capabilities = {
         LENDS: engine.lends,

@@ -117,7 +117,7 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
             prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name,
             handshake_pb2.DESCRIPTOR.services_by_name["Handshake"].full_name,
         ]
-        return Services(register, names, service.intake, _nothing_to_close)
+        return Services(register, names, service.intake, metrics.digests, _nothing_to_close)
 
     capabilities = {
         LENDS: engine.lends,

@@ -46,7 +46,7 @@ from services.process.notify import Notifier
 from services.rank.intake import OPERATIONS, Intake, Operations
 from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
-from services.rank.rank_metrics import EngineCollector, HandOverMetrics
+from services.rank.rank_metrics import DigestMetrics, EngineCollector, HandOverMetrics
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
@@ -68,6 +68,7 @@ class Services:
     register: Callable[[grpc.aio.Server], None]
     names: Sequence[str]
     intake: Intake
+    digests: DigestMetrics
     close: Callable[[], Awaitable[None]]
 
 
@@ -193,8 +194,9 @@ def _warn_of_strangers(config: RankConfig) -> None:
         return
     who = "whoever reaches these ranks" if tls is None or not tls.mutual else "any certificate of --tls-ca's"
     advice = (
-        f"{who} can generate without an API key, drain them and learn what they hold of any tenant: let the "
-        "cluster's machines alone reach them, or set --tls-mutual with --tls-peer-name"
+        f"{who} can generate without an API key, drain them, learn what they hold of any tenant and have "
+        "them hold more for it: let the cluster's machines alone reach them, or set --tls-mutual with "
+        "--tls-peer-name"
     )
     log_lines.event(log, "ranks_open", level=logging.WARNING, host=config.host, advice=advice)
 
@@ -367,9 +369,8 @@ async def open_rank(
         stack.push_async_callback(services.close)
         listen = host_port(bindable(config.host), config.port)
         hands_over = engine.hands_over
-        leaving = Leaving(
-            hands_over, services.intake, config.hand_over_s, config.tls(), HandOverMetrics(page.registry)
-        )
+        metrics = HandOverMetrics(page.registry, services.digests)
+        leaving = Leaving(hands_over, services.intake, config.hand_over_s, config.tls(), metrics)
         operations = Operations(services.intake, hands_over, leaving)
         server = await servers.open_server(
             listen,

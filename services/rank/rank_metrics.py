@@ -27,8 +27,29 @@ _UP_TO_A_SECOND = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 SECONDS = (*_UP_TO_A_SECOND, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
+class DigestMetrics:
+    """A rank has one for all that is written into its pools, whoever asked for it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._mismatches = Counter(
+            "isthmus_kv_digest_mismatches",
+            "Transfers and pulls that were given up because pages differed from what was sent.",
+            registry=registry,
+        )
+        self._digested = Counter(
+            "isthmus_kv_digested_pages",
+            "Received pages that were compared with the digests of what was written.",
+            registry=registry,
+        )
+
+    def note(self, digested_pages: int, *, differ: bool = False) -> None:
+        self._digested.inc(digested_pages)
+        self._mismatches.inc(differ)
+
+
 class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.digests = DigestMetrics(registry)
         self._requests = Counter(
             "isthmus_rank_requests",
             "Requests of this rank by how they ended: finished, cancelled, or the error's name.",
@@ -40,11 +61,6 @@ class RequestMetrics:
         self._transfer_failures = Counter(
             "isthmus_transfer_failures",
             "Requests of this rank that ended because the rank at the other end of the transfer failed.",
-            registry=registry,
-        )
-        self._mismatches = Counter(
-            "isthmus_kv_digest_mismatches",
-            "Transfers and pulls that were given up because pages differed from what was sent.",
             registry=registry,
         )
         self._pulls = Counter(
@@ -69,8 +85,7 @@ class RequestMetrics:
 
     def pulled(self, pulled: Pulled) -> None:
         self._pulls.labels(pulled.refused or "pulled").inc()
-        if pulled.refused == "corrupt":
-            self._mismatches.inc()
+        self.digests.note(pulled.digested_pages, differ=pulled.refused == "corrupt")
         self._pulled_tokens.inc(pulled.tokens)
         self._pulled_bytes.inc(pulled.bytes)
         self._pull_seconds.observe(pulled.seconds)
@@ -260,7 +275,8 @@ class EngineCollector(Collector):
 
 
 class HandOverMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, digests: DigestMetrics) -> None:
+        self._digests = digests
         self._tokens = Counter(
             "isthmus_hand_over_tokens",
             "Tokens of cached prefixes: handed to other ranks by this one when it was drained or stopped, "
@@ -283,6 +299,7 @@ class HandOverMetrics:
     def took(self, taken: TakenOver) -> None:
         self._tokens.labels("taken").inc(taken.pulled_tokens)
         self._bytes.inc(taken.pulled_bytes)
+        self._digests.note(taken.digested_pages, differ=taken.refused == "corrupt")
 
 
 class DecodeMetrics(RequestMetrics):
@@ -302,10 +319,6 @@ class DecodeMetrics(RequestMetrics):
             "Of received bytes, tails of windows and recurrent states, which come with every transfer.",
             ["kind"],
         )
-        self._digested = counter(
-            "isthmus_kv_digested_pages",
-            "Received pages that were compared with the digests of what prefill wrote.",
-        )
         self._queue = histogram(
             "isthmus_decode_queue_seconds",
             "Request received until its pages are reserved and its prefill rank is connected.",
@@ -323,7 +336,7 @@ class DecodeMetrics(RequestMetrics):
             with super().counted():
                 yield
         except KvCorrupt:
-            self._mismatches.inc()
+            self.digests.note(0, differ=True)
             raise
 
     def admitted(self, admitted: Admitted, exemplar: dict[str, str] | None) -> None:
@@ -335,7 +348,7 @@ class DecodeMetrics(RequestMetrics):
         self._received.inc(admitted.kv_bytes_moved)
         for kind, size_bytes in admitted.carried_bytes.items():
             self._carried.labels(kind).inc(size_bytes)
-        self._digested.inc(admitted.digested_pages)
+        self.digests.note(admitted.digested_pages)
         self._queue.observe(admitted.decode_queue_s, exemplar)
         if admitted.plan is Plan.REMOTE:
             self._transfer.observe(admitted.transfer_s, exemplar)

@@ -74,6 +74,7 @@ class TakenOver:
     pulled_tokens: int = 0
     pulled_bytes: int = 0
     refused: str = ""
+    digested_pages: int = 0  # Who asked does not get it.
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,6 +289,7 @@ class Pulled:
     seconds: float = 0.0
     refused: str = ""
     held_tokens: int | None = None  # The source could grant up to here; None means that it did not say.
+    digested_pages: int = 0  # It counts as that of Admitted, and routers do not get it.
 
 
 @dataclass(frozen=True, slots=True)

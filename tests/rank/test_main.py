@@ -17,6 +17,7 @@ from services.rank import main as rank
 from services.rank.intake import Intake
 from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
 from services.rank.rank_config import RankConfig
+from services.rank.rank_metrics import DigestMetrics
 from services.values.errors import ConfigError, Unavailable
 from services.values.rank import Role
 
@@ -62,8 +63,11 @@ async def no_requests(): ...
 
 
 def role_of(engine):
-    services = Services(lambda server: None, [], Intake(engine.own_id), no_requests)
-    return RankRole(Role.DECODE, engine, lambda registry: services)
+    def services(registry):
+        digests = DigestMetrics(registry)
+        return Services(lambda server: None, [], Intake(engine.own_id), digests, no_requests)
+
+    return RankRole(Role.DECODE, engine, services)
 
 
 def run(own_id, engine, **options):

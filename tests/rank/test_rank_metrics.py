@@ -6,10 +6,17 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.rank.rank_metrics import DecodeMetrics, PoolCollector, PrefillMetrics, RequestMetrics
+from services.rank.rank_metrics import (
+    DecodeMetrics,
+    DigestMetrics,
+    HandOverMetrics,
+    PoolCollector,
+    PrefillMetrics,
+    RequestMetrics,
+)
 from services.values.errors import KvCorrupt, NoCapacity, PeerFailed
 from services.values.kv import KvPath, KvPathKind
-from services.values.rank import Plan
+from services.values.rank import Plan, TakenOver
 from services.values.rank_reports import CarriedPool, ConstraintCounts, DraftCount, RankLoad
 from services.values.request import Admitted, PrefillResult, Pulled
 
@@ -60,15 +67,27 @@ def test_bytes_that_are_carried_are_counted_by_kind():
     assert registry.get_sample_value("isthmus_decode_received_bytes_total") == 3000
 
 
-def test_a_pull_that_came_changed_is_a_mismatch_in_either_role():
+def test_what_came_changed_is_a_mismatch_whoever_pulled_it():
     corrupt, decode, prefill = Pulled(0, 0, 0.1, "corrupt"), CollectorRegistry(), CollectorRegistry()
     of_decode = DecodeMetrics(decode, SimpleNamespace(load=RankLoad))
     admitted = Admitted(100, 0, 0, 100, 0, 0, 0.0, 0.0, 0.0, 0.0, Plan.LOCAL, pulled=corrupt)
     of_decode.admitted(admitted, None)
     of_prefill = PrefillMetrics(prefill, SimpleNamespace(load=RankLoad))
     of_prefill.prefilled(PrefillResult(7, None, 0, 100, pulled=corrupt), None)
-    for registry in (decode, prefill):
+    successor = CollectorRegistry()
+    HandOverMetrics(successor, DigestMetrics(successor)).took(TakenOver(0, 64, refused="corrupt"))
+    for registry in (decode, prefill, successor):
         assert registry.get_sample_value("isthmus_kv_digest_mismatches_total") == 1
+
+
+def test_pages_that_were_compared_are_counted_whoever_asked_for_them():
+    registry = CollectorRegistry()
+    metrics = DecodeMetrics(registry, SimpleNamespace(load=RankLoad))
+    times, pulled = (0.0, 0.0, 0.0, 0.0), Pulled(64, 4096, 0.01, digested_pages=4)
+    metrics.admitted(Admitted(9, 0, 0, 9, 0, 0, *times, Plan.REMOTE, digested_pages=2), None)
+    metrics.admitted(Admitted(72, 64, 0, 8, 0, 0, *times, Plan.LOCAL, pulled=pulled), None)
+    HandOverMetrics(registry, metrics.digests).took(TakenOver(64, 64, 64, 4096, digested_pages=8))
+    assert registry.get_sample_value("isthmus_kv_digested_pages_total") == 14
 
 
 def test_pulls_are_counted_where_they_were_asked_for():

@@ -67,6 +67,7 @@ async def test_what_a_source_holds_is_not_computed_again(subtests):
                 admitted = await ranks.ask(prompt, plan)
                 assert admitted.pulled.tokens == admitted.pulled.held_tokens == held
                 assert admitted.pulled.bytes == held * 8 and admitted.pulled.refused == ""
+                assert admitted.pulled.digested_pages == (held // 4 if plan is Plan.LOCAL else 0)
                 assert admitted.computed_tokens == len(prompt) - held
                 assert admitted.reused_tokens == held
                 assert (await ranks.ask(prompt)).computed_tokens == len(prompt) - (len(prompt) - 1) // 4 * 4

@@ -43,6 +43,7 @@ async def test_a_prefix_crosses_and_is_computed_by_nobody(subtests):
                 (offer,) = await ranks.offers()
                 taken = await ranks.hand_over(offer)
                 assert taken.refused == "" and 0 < taken.held_tokens == taken.pulled_tokens
+                assert taken.digested_pages >= taken.held_tokens // 4
                 again = await ranks.hand_over(offer)
                 assert (again.refused, again.pulled_tokens) == ("", 0)
                 assert again.held_tokens == taken.held_tokens
@@ -122,12 +123,14 @@ async def test_what_goes_wrong_costs_nothing(subtests, monkeypatch):
             assert (taken.refused, taken.held_tokens) == ("evicted", 0)
             await ranks.assert_nothing_held()
     for carried in ("", "window:6,state"):
-        for how in ("cancelled", "late", "stopped"):
+        for how in ("cancelled", "late", "endless", "stopped"):
             with subtests.test(how, carried=carried):
                 held = Held(monkeypatch)
                 async with Pairs(fake_carried=carried, write_lease_s=0.5) as ranks:
                     await ranks.hold()
-                    (offer,) = await ranks.offers(within_s=0.2 if how == "late" else 20.0)
+                    within_s = {"late": 0.2, "endless": 1e9}.get(how, 20.0)
+                    (offer,) = await ranks.offers(within_s)
+                    wait(monkeypatch, 0.2 if how == "endless" else 20.0)
                     held.closed = True
                     task = asyncio.create_task(ranks.hand_over(offer))
                     await until(lambda: ranks.decode.sender.writes_in_flight)
@@ -135,7 +138,7 @@ async def test_what_goes_wrong_costs_nothing(subtests, monkeypatch):
                         task.cancel()
                         with pytest.raises(asyncio.CancelledError):
                             await task
-                    elif how == "late":
+                    elif how in ("late", "endless"):
                         assert (await task).refused == "late"
                     else:
                         stopping = asyncio.create_task(ranks.decodes[1].stop())

@@ -198,7 +198,7 @@ class _Pull:
         assert self._delta is not None
         left_s = self._left_s
         try:
-            landed, _ = await within(left_s, self._delta.landed_as_written())
+            landed, digested = await within(left_s, self._delta.landed_as_written())
         except TimeoutError:
             self._fail(PullEvent.LATE, "late", f"it has not landed in {left_s:.2f} s")
         except KvCorrupt as error:
@@ -209,7 +209,8 @@ class _Pull:
             self._fail(PullEvent.STOPPED if stopped else PullEvent.DOUBTED, word, str(error))
         else:
             tokens = grant.end - self._wanted.resumes_at
-            self.told = replace(self.told, tokens=tokens, bytes=landed.bytes_moved)
+            came = replace(self.told, tokens=tokens, bytes=landed.bytes_moved, digested_pages=digested)
+            self.told = came
             self.step(PullEvent.LANDED)
         if self._state is PullState.STOPPING:
             await self._await_last_word(self._delta)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell import pulling
 from services.engine.paged.shell.engine_thread import BeginTakeOver, EndTakeOver, ListIdle, Spell
 from services.engine.paged.take_overs import Declined
 from services.kv.hand_over import IdlePrefix
@@ -39,12 +40,14 @@ class TakingOver:
                     pulled = Pulled(refused=reserved.word)
                 else:
                     source = PullSource(asked.source, len(asked.token_ids))
-                    within_s = asked.within_s
+                    within_s = min(asked.within_s, pulling.BOUNDS.most_s)
                     pulled = await self._engine.pulling.pull(seq, mailbox, reserved, source, within_s)
             finally:
                 self._engine.post(EndTakeOver(seq, partial(_tell, ended)))
             held_tokens, room_tokens = await ended
-        return TakenOver(held_tokens, room_tokens, pulled.tokens, pulled.bytes, pulled.refused)
+        return TakenOver(
+            held_tokens, room_tokens, pulled.tokens, pulled.bytes, pulled.refused, pulled.digested_pages
+        )
 
     async def idle_prefixes(self) -> list[IdlePrefix]:
         return await self._engine.answer(ListIdle)
