@@ -41,6 +41,9 @@ Successors = Callable[[], Awaitable[list[Registration]]]
 # A busy successor gets the offer again after this time, then each time after twice as long while it is busy.
 _BUSY_S, _LONGEST_BUSY_S = 0.05, 1.0
 _ANSWER_S = 1.0
+# An offer may take this share of the time that is left, and so long in any case: a successor that is stopped
+# leaves time to ask another.
+_OFFER_SHARE, _LEAST_OFFER_S = 1 / 3, 2.0
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class Leaving:
         self._address: RankAddress | None = None
         self._successors: Successors | None = None
         self._task: asyncio.Task[None] | None = None
+        self._asked_s: float | None = None  # An operator wants it so, until the drain is undone.
         self._progress = HandOverProgress()
         self._handed: set[Node] = set()
         self._nothing_more_ends = asyncio.Event()
@@ -80,8 +84,13 @@ class Leaving:
         self._address, self._successors = address, successors
 
     def begin(self, hand_over_s: float | None = None) -> None:
-        """Let others take over for so many seconds; None means the rank's own setting, and 0 means never."""
-        limit_s = self._hand_over_s if hand_over_s is None else hand_over_s
+        """Let others take over for so many seconds.
+
+        0 means never; None means what was asked for before, or else the rank's own setting.
+        """
+        if hand_over_s is not None:
+            self._asked_s = hand_over_s
+        limit_s = self._hand_over_s if self._asked_s is None else self._asked_s
         if limit_s <= 0 or self._hands_over is None or self._successors is None or self._task is not None:
             return
         self._progress, self._handed = HandOverProgress(), set()
@@ -96,6 +105,7 @@ class Leaving:
             await asyncio.wait({self._task})
 
     def undo(self) -> None:
+        self._asked_s = None
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -217,6 +227,7 @@ class _Round:
         self._stack = stack
         self._channels: dict[RankAddress, grpc.aio.Channel] = {}
         self._busy_s: dict[RankAddress, float] = {}  # the next wait for each successor that was busy
+        self._ids: dict[IdlePrefix, tuple[int, ...]] = {}  # the ids of those for which a successor was busy
         self._plan = HandOver(prefixes, [rank.address for rank in ranks])
 
     async def run(self) -> None:
@@ -239,7 +250,7 @@ class _Round:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _offer(self, prefix: IdlePrefix, successor: RankAddress) -> None:
-        token_ids = await self._hands_over.spell(prefix)
+        token_ids = self._ids.pop(prefix, None) or await self._hands_over.spell(prefix)
         if token_ids is None:
             self._plan.dropped(prefix)
             self._leaving.note_dropped(prefix)
@@ -257,6 +268,7 @@ class _Round:
         elif taken.refused == "busy":
             wait_s = self._busy_s.get(successor, _BUSY_S)
             self._busy_s[successor] = min(2 * wait_s, _LONGEST_BUSY_S)
+            self._ids[prefix] = token_ids
             await asyncio.sleep(wait_s)
             self._plan.busy(prefix)
         elif taken.refused == "no_room":
@@ -266,9 +278,10 @@ class _Round:
 
     async def _ask(self, prefix: IdlePrefix, successor: RankAddress, token_ids: tuple[int, ...]) -> TakenOver:
         """Send the offer. Raises the error of the call, and ProtocolError if its answer is malformed."""
-        within_s = self._deadline_s - asyncio.get_running_loop().time()
-        if within_s <= 0:
+        left_s = self._deadline_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
             raise Unavailable("the time is over")
+        within_s = min(left_s, max(_OFFER_SHARE * left_s, _LEAST_OFFER_S))
         asked = TakeOver(
             self._leaving.address,
             prefix.salt,

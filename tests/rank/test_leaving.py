@@ -3,31 +3,42 @@
 import asyncio
 from types import SimpleNamespace
 
+import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.kv.hand_over import IdlePrefix
 from services.rank import intake as intake_module
+from services.rank import leaving as leaving_module
 from services.rank.intake import Intake, Operations
 from services.rank.leaving import Leaving
 from services.rank.main import OpenRank
-from services.rank.rank_metrics import HandOverMetrics
+from services.rank.rank_metrics import DigestMetrics, HandOverMetrics
 from services.values.errors import Unavailable
 from services.values.rank import Generation, RankAddress, RankId
-from services.wire.isthmus.v1 import rank_pb2
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 RANK = RankId("d", 0, Generation(7))
+
+
+def metrics_of(registry):
+    return HandOverMetrics(registry, DigestMetrics(registry))
 
 
 class Listing:
     """It counts how often it is asked what is cached, and answers once it is let."""
 
-    def __init__(self):
-        self.asked, self.let = 0, asyncio.Event()
+    def __init__(self, *prefixes):
+        self.asked, self.let, self.prefixes, self.spelled = 0, asyncio.Event(), list(prefixes), 0
 
     async def idle_prefixes(self):
         self.asked += 1
         await self.let.wait()
-        return []
+        return self.prefixes
+
+    async def spell(self, prefix):
+        self.spelled += 1
+        return tuple(range(prefix.tokens))
 
 
 @pytest.fixture
@@ -41,7 +52,7 @@ def rank(monkeypatch):
     monkeypatch.setattr(intake_module, "_be_noticed", soon)
     intake, listing = Intake(RANK), Listing()
     intake.tell = told
-    leaving = Leaving(listing, intake, 5.0, None, HandOverMetrics(CollectorRegistry()))
+    leaving = Leaving(listing, intake, 5.0, None, metrics_of(CollectorRegistry()))
     leaving.knows(RankAddress(RANK, "127.0.0.1:1"), told)
     return SimpleNamespace(intake=intake, listing=listing, leaving=leaving)
 
@@ -98,3 +109,77 @@ async def test_an_engine_that_answers_no_more_holds_up_no_exit(rank, fails):
         failed.set()
     async with asyncio.timeout(3):
         await opened.drain(1.0)
+
+
+class Successor(rank_pb2_grpc.RankServicer):
+    """It is busy so many times, then takes what it is offered; or it never answers."""
+
+    def __init__(self, busy=0, answers=True):
+        self.busy, self.answers, self.asked = busy, answers, []
+
+    async def TakeOver(self, request, context):
+        self.asked.append(request)
+        if not self.answers:
+            await asyncio.Event().wait()
+        if len(self.asked) <= self.busy:
+            return rank_pb2.TakeOverResponse(refused="busy")
+        return rank_pb2.TakeOverResponse(held_tokens=len(request.token_ids) // 4, room_tokens=100)
+
+
+@pytest.fixture
+async def among(rank):
+    """Call it with those that may take over what the rank has."""
+    servers = []
+
+    async def start(*successors):
+        ranks = []
+        for number, successor in enumerate(successors):
+            server = grpc.aio.server()
+            rank_pb2_grpc.add_RankServicer_to_server(successor, server)
+            endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+            await server.start()
+            servers.append(server)
+            address = RankAddress(RankId(f"s{number}", 0, Generation(1)), endpoint)
+            ranks.append(SimpleNamespace(address=address))
+
+        async def listed():
+            return ranks
+
+        rank.listing.prefixes = [IdlePrefix(object(), "", 64, 0, float(age)) for age in range(2)]
+        rank.listing.let.set()
+        rank.leaving.knows(RankAddress(RANK, "127.0.0.1:1"), listed)
+
+    yield start
+    for server in servers:
+        await server.stop(None)
+
+
+async def test_a_prefix_is_spelled_once_however_busy_its_successor_is(rank, among):
+    successor = Successor(busy=4)
+    await among(successor)
+    rank.leaving.begin()
+    await rank.leaving.ended()
+    assert len(successor.asked) == 6 and rank.listing.spelled == 2
+    assert rank.leaving.told().handed_tokens == 128
+
+
+async def test_a_successor_that_is_stopped_leaves_time_for_another(rank, among, monkeypatch):
+    monkeypatch.setattr(leaving_module, "_LEAST_OFFER_S", 0.1)
+    monkeypatch.setattr(leaving_module, "_ANSWER_S", 0.1)
+    stopped, successor = Successor(answers=False), Successor()
+    await among(stopped, successor)
+    rank.leaving.begin(2.0)
+    await rank.leaving.ended()
+    assert stopped.asked and len(successor.asked) == 2
+    assert (rank.leaving.told().handed_tokens, rank.leaving.told().left_tokens) == (128, 0)
+
+
+async def test_what_an_operator_asked_for_holds_at_the_stop(rank, among):
+    await among(Successor())
+    rank.leaving.begin(0.0)
+    rank.leaving.begin()
+    assert rank.leaving.told() is None
+    rank.leaving.undo()
+    rank.leaving.begin()
+    await rank.leaving.ended()
+    assert rank.leaving.told().handed_tokens == 128
