@@ -21,6 +21,7 @@ from services.values.rank import RankKey
 
 # The names of clusters, workers and routers are parts of keys, and must match this.
 NAME = r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,199}"
+NAME_FORM = "1 to 200 letters, digits or ._:@- and start with no sign"
 _DIGITS = 20  # The largest unsigned 64-bit number has this many digits.
 
 
@@ -68,9 +69,7 @@ ParsedKey = SchemaKey | RegistrationKey | HeadKey | SnapshotKey | LogKey | PinKe
 def check_name(kind: str, name: str) -> str:
     """Return `name` if it can be part of a key. Raises ConfigError that names its `kind`."""
     if not re.fullmatch(NAME, name):
-        raise ConfigError(
-            f"the {kind} name {name!r} must be 1 to 200 letters, digits or ._:@- and start with no sign"
-        )
+        raise ConfigError(f"the {kind} name {name!r} must be {NAME_FORM}")
     return name
 
 

@@ -2,6 +2,7 @@ from dataclasses import dataclass, fields
 
 from services.engine.engine_config import EngineConfig
 from services.host.ports import check_port, is_wildcard
+from services.index.keys import NAME, NAME_FORM
 from services.settings.flags import Bounds, setting
 from services.values.errors import ConfigError
 
@@ -20,7 +21,9 @@ _NOT_SGLANG = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig(EngineConfig):
-    worker: str = setting(help="name of this worker, unique in the cluster")
+    worker: str = setting(
+        help="name of this worker, unique in the cluster", bounds=Bounds(pattern=NAME, form=NAME_FORM)
+    )
     port: int = setting(0, "gRPC port of rank 0, the others follow; 0: free ones")
     restart_timeout_s: float | None = setting(
         None,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from services.etcd.connection import EtcdSettings
 from services.host.ports import check_port
-from services.index.keys import NAME
+from services.index.keys import NAME, NAME_FORM
 from services.net.certificates import Certificates, certificate_health
 from services.net.channels import TlsConfig
 from services.process.health import Health
@@ -24,7 +24,7 @@ class ClusterConfig:
     cluster: str = setting(
         "default",
         "name of the cluster in etcd",
-        bounds=Bounds(pattern=NAME, form="1 to 200 letters, digits or ._:@- and start with no sign"),
+        bounds=Bounds(pattern=NAME, form=NAME_FORM),
     )
     etcd: tuple[str, ...] = setting((), "etcd endpoints, HOST:PORT,...")
     etcd_ca: Path | None = setting(None, "PEM of etcd's authority; turns TLS to etcd on")

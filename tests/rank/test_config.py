@@ -136,6 +136,7 @@ def test_what_cannot_work_is_refused(subtests):
         {"kv_tier": ("memory:1MiB", "memory:2MiB")},
         {"kv_tier": ("/tiers:1MiB", "/tiers/:2MiB")},
         {"kv_tier": ("memory",)},
+        {"worker": "../elsewhere"},
         {"pull": "off", "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},
         {"device": "cuda:1", "dp_size": 2, "engine": "torch", "model": "m"},
@@ -188,3 +189,10 @@ def test_gpus_of_a_worker(subtests):
         commands = rank_commands("services.decode", to_flags(worker), {"port": (1, 2, 3)})
         ranks = [load(RankConfig, command[3:]) for command in commands]
         assert [rank.rank_device for rank in ranks] == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+def test_a_tier_of_what_is_not_cached_is_refused():
+    config = config_of("--kv-tier=memory:1MiB", "--decode-cache=off")
+    assert config.cache(Role.PREFILL).tiers.places
+    with pytest.raises(ConfigError, match="--decode-cache"):
+        config.cache(Role.DECODE)
