@@ -2,6 +2,7 @@
 rest.
 """
 
+import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -326,6 +327,8 @@ class EngineConfig(ClusterConfig):
         """Return the cache's settings. Raises ConfigError as check_blocks."""
         self.check_blocks()
         enabled = self.has_cache(role)
+        if self.kv_tier and not enabled:
+            raise ConfigError(f"--kv-tier keeps what --{role.value}-cache has, which is off")
         return CacheSettings(
             self.served_name, self.index_block, enabled, self.protected_cache_share, self.tiers
         )
@@ -333,7 +336,7 @@ class EngineConfig(ClusterConfig):
     @property
     def tiers(self) -> TierSettings:
         places = tuple(map(TierPlace.parse, self.kv_tier))
-        return TierSettings(places, memory_fd=self.kv_tier_fd)
+        return TierSettings(places, memory_fd=self.kv_tier_fd, call_limit_s=self.step_limit_s or math.inf)
 
     def limits(self, role: Role) -> Limits:
         target_ms = self.itl_target_ms if role is Role.DECODE else None

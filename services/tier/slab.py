@@ -38,6 +38,7 @@ _LOOKS_END_S = 0.5
 _PAGE = 4096
 _MOST_BYTES = (1 << 63) - 1
 _TABLE_READ = 1 << 20
+_ALLOCATED_AT_ONCE = 1 << 30
 
 
 class SlabInUse(Exception):
@@ -293,7 +294,8 @@ def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab
 def _allocate(fd: int, size_bytes: int, calls: FileCalls) -> None:
     try:
         os.ftruncate(fd, size_bytes)
-        calls.allocate(fd, 0, size_bytes)
+        for start in range(0, size_bytes, _ALLOCATED_AT_ONCE):
+            calls.allocate(fd, start, min(_ALLOCATED_AT_ONCE, size_bytes - start))
     except OSError:
         os.ftruncate(fd, 0)
         raise

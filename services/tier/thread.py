@@ -4,18 +4,25 @@ engine's thread --reads, writes (bounded)--> [ reads | writes ] --> tier's threa
 """
 
 import logging
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import ParamSpec, TypeVar
 
-from services.process.turn_watch import TurnWatch, stack_of
+from services.process.turn_watch import LOOKS, TurnWatch, stack_of
 from services.tier.copies import Copy, LoadCopy, Staging
-from services.tier.slab import Slab
+from services.tier.slab import FileCalls, Slab
 
 log = logging.getLogger(__name__)
 
 _MOST_READS = 64
 MOST_WRITES = 64
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 class TierThread:
@@ -88,3 +95,48 @@ class TierThread:
                 return None
             self._running = (self._reads or self._writes).popleft()
             return self._running
+
+
+class TierHangs(Exception):
+    """A call of the system has not come back; this says where."""
+
+
+def while_it_answers(
+    work: Callable[[FileCalls], T], calls: FileCalls, limit_s: float, too_late: Callable[[T], None]
+) -> T:
+    """Do the work on a thread of its own, each of whose calls may take so long; return what comes of it.
+
+    What comes of it later is for `too_late`. Raises TierHangs, and what the work raises.
+    """
+    watch, done = TurnWatch(), Future[T]()
+    noted = FileCalls(_noted(watch, calls.pread), _noted(watch, calls.pwrite), _noted(watch, calls.allocate))
+
+    def run() -> None:
+        try:
+            result = work(noted)
+        except BaseException as error:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+        else:
+            if done.set_running_or_notify_cancel():
+                done.set_result(result)
+            else:
+                too_late(result)
+
+    thread = threading.Thread(target=run, name="tier-opens", daemon=True)
+    watch.begins()
+    thread.start()
+    while not done.done() and watch.looks < LOOKS:
+        wait([done], limit_s / LOOKS if math.isfinite(limit_s) else None)
+        watch.look()
+    if done.cancel():
+        raise TierHangs(stack_of(thread))
+    return done.result()
+
+
+def _noted(watch: TurnWatch, call: Callable[P, R]) -> Callable[P, R]:
+    def noting(*args: P.args, **kwargs: P.kwargs) -> R:
+        watch.begins()
+        return call(*args, **kwargs)
+
+    return noting

@@ -1,8 +1,11 @@
 """Copies between a pool and its tiers, and the thread that runs them."""
 
 import errno
+import math
 import os
 import threading
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +14,8 @@ from services.kv.tiers.books import TierBooks
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Staging, Store
-from services.tier.slab import FileCalls, SlabShape
-from services.tier.thread import TierThread
+from services.tier.slab import FileCalls, SlabInUse, SlabShape
+from services.tier.thread import TierThread, while_it_answers
 from services.values.kv import PageId, PoolMemory
 
 PAGE, SLOT = 64, 128
@@ -160,3 +163,28 @@ def test_reads_go_before_writes_and_the_queue_is_bounded():
         pass
     thread.stop(patience_s=5)
     assert ended.index(load) <= 2
+
+
+def test_work_may_take_as_long_as_the_system_answers(tmp_path):
+    shape = SlabShape(b"layout-1", SLOT, 8)
+
+    def slowly(fd, start, size):
+        for at in range(0, size, 400):
+            calls.pread(fd, [bytearray(1)], at)
+            time.sleep(0.02)
+
+    def opened(noted):
+        nonlocal calls
+        calls = noted
+        return slabs.open_file(tmp_path, "d.0", shape, replace(noted, allocate=slowly))
+
+    calls = None
+    began = time.monotonic()
+    while_it_answers(opened, FileCalls(), 0.3, None).close()
+    assert time.monotonic() - began > 0.3
+
+    def refusing(calls):
+        raise SlabInUse("by another")
+
+    with pytest.raises(SlabInUse):
+        while_it_answers(refusing, FileCalls(), math.inf, None)

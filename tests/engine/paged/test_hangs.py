@@ -1,6 +1,7 @@
 """A thread that hangs ends the rank: what runs there fails, so that it goes on elsewhere."""
 
 import asyncio
+import os
 import threading
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from engine.pair import FAKE, Pair, core_of, has_crashed, settled
 from services.engine.fake import FakeRunner, continuation
+from services.engine.paged.shell import tiers
 from services.process.turn_watch import TurnWatch
 from services.transfer.local import LocalTransport
 from services.transfer.sending import sender
@@ -176,3 +178,27 @@ async def test_who_computes_slowly_does_not_hang_and_without_a_limit_nobody_look
     with subtests.test("without a limit nobody looks"):
         async with Pair(limited(0.0, pull="off")) as pair:
             assert pair.decode._watching == []
+
+
+async def test_a_disk_that_never_answers_holds_up_no_start(tmp_path, monkeypatch, caplog):
+    answers, opened, open_file = threading.Event(), [], tiers.open_file
+
+    def hanging(*args):
+        answers.wait()
+        opened.append(open_file(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(tiers, "open_file", hanging)
+    settings = limited(1.0, kv_tier=(f"{tmp_path}:1MiB", "memory:1MiB"))
+    async with asyncio.timeout(WITHIN_S), Pair(settings, limited(1.0)) as pair:
+        assert (await pair.generate(PROMPT, 4)).tokens == continuation(PROMPT, 4)
+        assert core_of(pair.decode).tiers.figures().slots  # It is the memory's.
+        (hangs,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("tier_hangs")]
+        assert f"where={tmp_path} limit_s=1" in hangs and "in hanging" in hangs
+        answers.set()
+        while not opened:
+            await asyncio.sleep(0.01)
+    with pytest.raises(OSError):  # Nobody has it open.
+        while True:
+            os.fstat(opened[0]._fd)
+            await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,12 +14,12 @@ from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.tiering import TierCounts, Tiering
 from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tiers.books import TierBooks
+from services.kv.tiers.books import Stored, TierBooks
 from services.kv.tiers.tier_keys import layout_id
 from services.observe.log_lines import event
 from services.tier.copies import Clock, LoadEnd, Staging
 from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory
-from services.tier.thread import TierThread
+from services.tier.thread import TierHangs, TierThread, while_it_answers
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ TIER_FORM = r"(memory|/[^:]*):[0-9]+(KiB|MiB|GiB|TiB)"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # Pages are stored once the free ones are fewer than so many times those that are evicted ahead.
 _MARGINS = 2
+
+_Opened = tuple[Slab, list[Stored]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class TierSettings:
     rank: str = ""  # It distinguishes this rank's files from others'.
     memory_fd: int | None = None  # A supervisor holds this memory through restarts of the rank.
     calls: FileCalls = field(default_factory=FileCalls)
+    call_limit_s: float = 120.0  # A disk that answers none within this is done without from the start.
 
     @property
     def memory_bytes(self) -> int:
@@ -71,19 +75,19 @@ def open_tiers(
     _refuse(runner)
     layout = runner.layout
     with ExitStack() as opened:
-        slabs: list[Slab] = []
+        found: list[_Opened] = []
         for place in settings.places:
             block_bytes = index_block // layout.page_size * layout.page_bytes
             shape = SlabShape.fitting(layout_id(layout, index_block), block_bytes, place.size_bytes)
-            if (slab := _open(settings, place, shape)) is not None:
-                slabs.append(slab)
-                opened.callback(slab.close)
-        if not slabs:
+            if (each := _open_in_time(settings, place, shape)) is not None:
+                found.append(each)
+                opened.callback(each[0].close)
+        if not found:
             return None
+        slabs = [slab for slab, _ in found]
         num_slots = [slab.shape.num_slots for slab in slabs]
         books = TierBooks(num_slots)
-        with reading("a table of --kv-tier"):
-            books.load([slab.records() for slab in slabs])
+        books.load([records for _, records in found])
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
         event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
@@ -111,14 +115,33 @@ def _refuse(runner: ModelRunner) -> None:
         raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
 
 
-def _open(settings: TierSettings, place: TierPlace, shape: SlabShape) -> Slab | None:
+def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) -> _Opened | None:
+    """Return None where it is done without: everything is computed then."""
+    open_it = partial(_open, settings, place, shape)
     try:
-        if place.directory is None:
-            return open_memory(settings.memory_fd, shape, settings.calls)
-        return open_file(place.directory, settings.rank, shape, settings.calls)
+        return while_it_answers(open_it, settings.calls, settings.call_limit_s, _close)
     except SlabInUse as error:  # Two users would corrupt it; without it everything is computed.
         event(log, "kv_tier_in_use", level=logging.WARNING, why=str(error))
-        return None
+    except TierHangs as error:
+        log.critical("tier_hangs where=%s limit_s=%g\n%s", place.directory, settings.call_limit_s, error)
+    return None
+
+
+def _open(settings: TierSettings, place: TierPlace, shape: SlabShape, calls: FileCalls) -> _Opened:
+    if place.directory is None:
+        slab = open_memory(settings.memory_fd, shape, calls)
+    else:
+        slab = open_file(place.directory, settings.rank, shape, calls)
+    try:
+        with reading("a table of --kv-tier"):
+            return slab, slab.records()
+    except BaseException:
+        slab.close()
+        raise
+
+
+def _close(opened: _Opened) -> None:
+    opened[0].close()
 
 
 def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
