@@ -16,12 +16,15 @@ in its staleness alone.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 
+from bench.placement import cells
+from bench.placement.figures import counts_of, means_of, ratios, verdicts
+from bench.placement.generators import WORKLOADS
 from bench.placement.goals import PooledHits, goals
 from bench.placement.ranks import Timing
 from bench.placement.settings import (
@@ -39,6 +42,40 @@ from bench.report import Row, table, write_json
 
 def main() -> None:
     arguments = _parser().parse_args()
+    if arguments.workloads:
+        arguments.workloads = list(WORKLOADS) if "all" in arguments.workloads else arguments.workloads
+        arguments.layouts = arguments.layouts or list(cells.LAYOUTS)
+        _contend(arguments)
+    else:
+        _replay(arguments)
+
+
+def _contend(arguments: argparse.Namespace) -> None:
+    """Print a table for each layout, of the means over its cells, and how many cells ours leads."""
+    layouts = [name for name in cells.LAYOUTS if name in arguments.layouts]
+    policies = ["ours", *(name for name in arguments.policies or cells.CELL_POLICIES if name != "ours")]
+    rows: list[Row] = []
+    tables: dict[str, list[list[Row]]] = {layout: [] for layout in layouts}
+    found: list[dict[str, str]] = []
+    chosen = cells.cells_of(arguments.workloads, layouts, arguments.quick)
+    for cell, by_policy in cells.run_cells(chosen, policies, arguments.processes):
+        rows += by_policy.values()
+        compared = verdicts(by_policy, cells.PEER_POLICIES)
+        found.append(compared)
+        tables[cell.fleet.layout].append(ratios(by_policy))
+        print(f"{cell.columns()} {compared}", table(tables[cell.fleet.layout][-1]), sep="\n", flush=True)
+    for layout, of_layout in tables.items():
+        print(f"layout {layout}: means over {len(of_layout)} cells, as ratios to ours", flush=True)
+        print(table(means_of(of_layout)))
+    print(counts_of(found))
+    if arguments.json is not None:
+        constants: Row = {"timing": asdict(cells.TIMING), "counts": counts_of(found)}
+        write_json(arguments.json, "placement", constants, rows)
+
+
+def _replay(arguments: argparse.Namespace) -> None:
+    arguments.layouts = arguments.layouts or LAYOUTS
+    arguments.policies = arguments.policies or POLICIES
     chosen = list(settings(arguments.layouts, arguments.variations, duration_s=arguments.duration_s))
     rows = _rows(arguments.trace, chosen, arguments.policies, arguments.processes)
     print(table(rows))
@@ -108,14 +145,20 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--trace", type=Path, required=True, help="JSON lines as the Mooncake traces have them"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", type=Path, help="JSON lines as the Mooncake traces have them")
+    source.add_argument(
+        "--workloads", type=_names_of(("all", *WORKLOADS)), help=f"all, or some of {', '.join(WORKLOADS)}"
     )
+    parser.add_argument("--quick", action="store_true", help="of workloads: one load, and shorter")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument(
-        "--layouts", type=_names_of(LAYOUTS), default=LAYOUTS, help="PREFILL+DECODE, or ranks that do both"
+        "--layouts",
+        type=_names_of(dict.fromkeys((*LAYOUTS, *cells.LAYOUTS))),
+        help="PREFILL+DECODE, or ranks that do both; default: all that are for a trace, or for workloads",
     )
-    parser.add_argument("--policies", type=_names_of(POLICIES), default=POLICIES, help=", ".join(POLICIES))
+    known = dict.fromkeys((*POLICIES, *cells.CELL_POLICIES))
+    parser.add_argument("--policies", type=_names_of(known), help=", ".join(known))
     parser.add_argument(
         "--variations",
         type=_names_of(VARIATIONS),
@@ -127,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _names_of(known: Sequence[str]) -> Callable[[str], Sequence[str]]:
+def _names_of(known: Iterable[str]) -> Callable[[str], Sequence[str]]:
     def names(text: str) -> Sequence[str]:
         if unknown := set(text.split(",")) - set(known):
             raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not of {', '.join(known)}")

@@ -79,12 +79,16 @@ class Ours:
         self._pins.pin(job.request.session, decode, self._router)
 
     def first_token(self, job: Job) -> None:
-        hashes, decision = self._placed.pop(job.request.number)
+        hashes, decision = self._placed[job.request.number]
         self._placer.outcomes.admitted(
             str(job.request.number), hashes, decision.chosen, _admitted(job, decision.chosen.plan)
         )
 
     def ended(self, job: Job) -> None:
+        _, decision = self._placed.pop(job.request.number)
+        if job.request.answered:  # as Outcomes.finished predicts it, of token ids
+            hashes = sequence_hashes(job.request.answered, 1, _SEED)
+            self._balance.predict(decision.chosen.decode.id.key, hashes)
         self._placer.outcomes.ended(str(job.request.number))
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:
@@ -166,6 +170,9 @@ class Oracle:
 
     def loaded(self, rank: Rank) -> None:
         """It needs no reports."""
+
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """It needs no events."""
 
 
 def _ranks_of(decision: Decision) -> tuple[int, int | None]:

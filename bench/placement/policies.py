@@ -12,6 +12,8 @@ from xxhash import xxh3_64_intdigest
 
 from bench.placement.ranks import Job, Rank
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.values.kv import CacheEvents
+from services.values.rank import RankId
 
 # sglang's router and SMG: matched above this share, unless the loads differ by both.
 _MATCH_RATIO = 0.5
@@ -33,6 +35,9 @@ class Policy(Protocol):
 
     def loaded(self, rank: Rank) -> None:
         """A rank has reported."""
+
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """A rank's cache events have come."""
 
 
 class Picker(Protocol):
@@ -90,6 +95,33 @@ class PrefixHash:
         return next((index for index in ring if in_flight[index] < limit), first)
 
 
+class Memory:
+    """A router remembers the last blocks that it has sent to each rank, so many of each."""
+
+    def __init__(self, num_ranks: int, num_blocks: int) -> None:
+        self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._num_blocks = num_blocks
+
+    def sent(self, rank: int, blocks: Sequence[int]) -> None:
+        held = self._sent[rank]
+        for block in reversed(blocks):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > self._num_blocks:
+            held.popitem(last=False)
+
+    def held(self, blocks: Sequence[int]) -> list[int]:
+        """Return how many of the first blocks each rank holds."""
+        return [_depth(blocks, held) if blocks and blocks[0] in held else 0 for held in self._sent]
+
+
+def _depth(blocks: Sequence[int], held: OrderedDict[int, None]) -> int:
+    for depth, block in enumerate(blocks):
+        if block not in held:
+            return depth
+    return len(blocks)
+
+
 class CacheAware:
     """This policy is that of sglang's router: it chooses the rank to which the router itself has sent the
     longest part of the prompt, if that is more than half of it and request counts are in balance; else the
@@ -99,29 +131,23 @@ class CacheAware:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._sent: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
+        self._memory = Memory(num_ranks, _REMEMBERED_BLOCKS)
         self._least = LeastLoaded()
 
     def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
         chosen = self._choose(request, in_flight)
-        held = self._sent[chosen]
-        for block in reversed(request.blocks):
-            held[block] = None
-            held.move_to_end(block)
-        while len(held) > _REMEMBERED_BLOCKS:
-            held.popitem(last=False)
+        self._memory.sent(chosen, request.blocks)
         return chosen
 
     def _choose(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
         most, fewest = max(in_flight), min(in_flight)
         if most - fewest > _IMBALANCE_REQUESTS and most > _IMBALANCE_RATIO * fewest:
             return self._least.pick(request, in_flight)
-        first = request.blocks[0]
-        matched = {i: _depth(request.blocks, held) for i, held in enumerate(self._sent) if first in held}
-        longest = max(matched.values(), default=0)
+        held = self._memory.held(request.blocks)
+        longest = max(held)
         if longest <= _MATCH_RATIO * len(request.blocks):
             return self._least.pick(request, in_flight)
-        return min((index for index in matched if matched[index] == longest), key=in_flight.__getitem__)
+        return min((i for i, depth in enumerate(held) if depth == longest), key=in_flight.__getitem__)
 
 
 class Separate:
@@ -154,9 +180,5 @@ class Separate:
     def loaded(self, rank: Rank) -> None:
         """They look at nobody's reports."""
 
-
-def _depth(blocks: Sequence[int], held: OrderedDict[int, None]) -> int:
-    for depth, block in enumerate(blocks):
-        if block not in held:
-            return depth
-    return len(blocks)
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """They know what they sent."""

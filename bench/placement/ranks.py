@@ -5,8 +5,8 @@
                                                 -> (local) its turn: chunks computed with the batch's steps
 
 A page is one block of the trace (512 tokens). A prompt is matched when its turn to be computed comes, or, if
-decode only receives it, as soon as there are pages. What is generated takes pages but leaves none behind,
-for the trace does not say which blocks it becomes.
+decode only receives it, as soon as there are pages. What is generated takes pages, and leaves behind those
+of TraceRequest.answered; none for the trace, which does not say which blocks it becomes.
 """
 
 from abc import ABC, abstractmethod
@@ -233,7 +233,7 @@ class PrefillRank(Rank):
         self._submit(job)
 
     def _num_pages(self, job: Job) -> int:
-        return len(job.request.blocks)
+        return job.request.num_pages
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
         if not super()._open(job, max_blocks):
@@ -303,7 +303,8 @@ class DecodeRank(Rank):
         return True
 
     def _num_pages(self, job: Job) -> int:
-        tokens = len(job.request.blocks) * BLOCK_TOKENS + job.request.output_tokens
+        request = job.request
+        tokens = max(len(request.blocks) * BLOCK_TOKENS, request.prompt_tokens) + request.output_tokens
         return -(-tokens // BLOCK_TOKENS)
 
     def _close(self, job: Job) -> None:
@@ -360,6 +361,8 @@ class DecodeRank(Rank):
             _, _, job = heappop(self._ends)
             job.ended_s = self.events.now
             request = job.request
+            if request.answered:
+                self.cache.publish(self._pages[job], request.answered)
             self.resuming.keep_for_answer(
                 self.cache, self._pages[job], request.prompt_tokens, request.output_tokens
             )

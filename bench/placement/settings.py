@@ -30,6 +30,17 @@ class Setting:
     duration_s: float | None = None
     timing: Timing = field(default_factory=Timing)
     weights: PriceWeights = field(default_factory=PriceWeights)
+    slow_share: float = 1.0  # of the usual speed, that the first rank that computes prompts has
+
+    def timings(self, num_ranks: int, num_slow: int) -> list[Timing]:
+        timing, share = self.timing, self.slow_share
+        slow = replace(
+            timing,
+            tokens_per_s=timing.tokens_per_s * share,
+            step_s=timing.step_s / share,
+            step_s_per_sequence=timing.step_s_per_sequence / share,
+        )
+        return [slow if index < num_slow else timing for index in range(num_ranks)]
 
     @property
     def layout(self) -> str:

@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 from bench.placement.events import Events
 from bench.placement.ours import Fleet, Oracle, Ours
+from bench.placement.peers import PEERS, Peer, Rule, Rules
 from bench.placement.pins import Pins
 from bench.placement.policies import (
     CacheAware,
@@ -27,7 +30,7 @@ from services.values.rank import Generation, Plan, RankId
 
 OURS = ("ours", "ours-remote", "ours-held", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
-POLICIES = OURS + OTHERS
+POLICIES = OURS + OTHERS  # of a trace
 READ_INDEX = ("ours", "ours-remote", "ours-held")  # and pins
 
 
@@ -36,17 +39,19 @@ class Simulation:
         self._setting = setting
         self._requests = requests
         self._events = Events()
-        timing, events = setting.timing, self._events
+        events = self._events
+        slow_decodes, slow_prefills = (0, 1) if setting.prefill else (1, 0)
         self._decodes = [
             DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, setting.states)
-            for i in range(setting.decode)
+            for i, timing in enumerate(setting.timings(setting.decode, slow_decodes))
         ]
         self._prefills = [
             PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, setting.states)
-            for i in range(setting.prefill)
+            for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills))
         ]
         self._on_its_way: dict[Rank, int] = {}
-        self._ours: list[Ours] = []
+        self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
+        self._waiting: dict[int, int] = {}  # for so many requests
         self._policies = self._make_policies(policy)
         for rank in (*self._decodes, *self._prefills):
             rank.report = self._report
@@ -55,30 +60,44 @@ class Simulation:
 
     def run(self) -> Row:
         began = time.process_time()
+        self.serve()
+        return self._row(time.process_time() - began)
+
+    def serve(self) -> None:
+        """Let every request be served."""
         for index, policy in enumerate(self._policies):
             for request in self._requests[index :: len(self._policies)]:
-                self._events.at(request.arrival_s, self._send, policy, request)
+                if request.after:
+                    self._waiting[request.number] = len(request.after)
+                    for number in request.after:
+                        self._followers.setdefault(number, []).append((policy, request))
+                else:
+                    self._events.at(request.arrival_s, self._send, policy, request)
         self._events.run()
         for rank in (*self._decodes, *self._prefills):
             rank.cache.check()
             assert rank.cache.num_open == 0, f"{rank.id} still holds pages"
         assert len(self.jobs) == len(self._requests)
-        return self._row(time.process_time() - began)
 
     def _make_policies(self, name: str) -> list[Policy]:
         setting = self._setting
-        plans = {Plan.REMOTE, Plan.LOCAL} if name != "ours-remote" else {Plan.REMOTE}
-        if not self._prefills:
+        plans = {Plan.REMOTE, Plan.LOCAL} if not name.endswith("-remote") else {Plan.REMOTE}
+        if not self._prefills or name.endswith("-local"):
             plans = {Plan.LOCAL}
         fleet = Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
-        if name == "oracle":
+        if name in ("oracle", "oracle-remote"):
             return [Oracle(fleet, i, self._on_its_way) for i in range(setting.routers)]
         if name in OURS:
             pins = Pins(self._events, setting.staleness_s)
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
             tells = name != "ours-held"
-            self._ours = [Ours(fleet, self._events, share, pins, tells) for share in shares]
-            return list(self._ours)
+            return [Ours(fleet, self._events, share, pins, tells) for share in shares]
+        if name in PEERS:
+            rules, is_local = PEERS[name]
+            rule, clock = partial(_rule, rules, setting.blocks), self._events.clock
+            return [
+                Peer(self._decodes, self._prefills, rule, is_local, clock) for _ in range(setting.routers)
+            ]
         return [
             Separate(
                 self._decodes,
@@ -97,6 +116,7 @@ class Simulation:
 
         def ended(job: Job) -> None:
             self._events.after(self._setting.timing.hop_s, policy.ended, job)
+            self._send_followers(job)
 
         job = Job(
             request,
@@ -114,6 +134,13 @@ class Simulation:
         hops = 1 if job.prefill is None else 2
         self._events.after(hops * self._setting.timing.hop_s, self._there, computing, tokens)
 
+    def _send_followers(self, job: Job) -> None:
+        for policy, request in self._followers.pop(job.request.number, ()):
+            self._waiting[request.number] -= 1
+            if not self._waiting[request.number]:
+                at_s = self._events.now + request.wait_s
+                self._events.at(at_s, self._send, policy, replace(request, arrival_s=at_s))
+
     def _there(self, rank: Rank, tokens: int) -> None:
         self._on_its_way[rank] -= tokens
 
@@ -122,8 +149,8 @@ class Simulation:
             policy.loaded(rank)
 
     def _publish(self, rank: Rank, taken: CacheEvents) -> None:
-        for ours in self._ours:
-            self._events.after(self._setting.staleness_s, ours.told, rank.id, taken)
+        for policy in self._policies:
+            self._events.after(self._setting.staleness_s, policy.told, rank.id, taken)
 
     def _row(self, cpu_s: float) -> Row:
         jobs, setting = self.jobs, self._setting
@@ -157,6 +184,10 @@ class Simulation:
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _rule(rules: Rules, blocks: int, num_ranks: int) -> Rule:
+    return rules(num_ranks, blocks)
 
 
 def _picker(name: str, num_ranks: int) -> Picker:

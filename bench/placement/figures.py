@@ -1,0 +1,158 @@
+"""These figures are of one run of sessions, and say how policies compare."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, geometric_mean
+
+from bench.placement.ranks import Job
+from bench.report import Row
+
+NEW_TOKENS = (1_000, 4_000, 16_000)  # The edges between lengths of new parts.
+_TTFT_S, _TTFT_TIMES, _ITL_S = 2.0, 2.0, 0.2
+TIE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One that is compared; `judged` ones are counted."""
+
+    name: str
+    is_better_high: bool = False
+    is_judged: bool = False
+
+
+FIGURES = (
+    Figure("ttft_mean_s", is_judged=True),
+    Figure("ttft_p99_s", is_judged=True),
+    Figure("goodput_per_s", is_better_high=True, is_judged=True),
+    Figure("hits", is_better_high=True, is_judged=True),
+    Figure("computed_tokens"),
+    Figure("jain", is_better_high=True),
+    Figure("short_ttft_mean_s"),
+    Figure("short_ttft_p99_s"),
+)
+
+
+def figures_of(jobs: Sequence[Job]) -> Row:
+    """Return the figures of these requests, each of which has ended.
+
+    A request counts for goodput if its first token came within 2 s and twice the time to compute its new
+    part, and its tokens 0.2 s apart in the mean. A session's share, of which Jain's index is, is the time
+    that its new parts take to compute over the time that its first tokens took. Short prompts have less than
+    1,000 new tokens.
+    """
+    timing = jobs[0].decode.timing
+    ttft = sorted(_ttft_s(job) for job in jobs)
+    itl = [_itl_s(job) for job in jobs]
+    ideal_s = [job.request.new_tokens / timing.tokens_per_s for job in jobs]
+    good = sum(
+        _ttft_s(job) <= _TTFT_S + _TTFT_TIMES * alone_s and between_s <= _ITL_S
+        for job, alone_s, between_s in zip(jobs, ideal_s, itl, strict=True)
+    )
+    arrivals = [job.request.arrival_s for job in jobs]
+    prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
+    computed_tokens = sum(job.computed_tokens for job in jobs)
+    sessions: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for job, alone_s in zip(jobs, ideal_s, strict=True):
+        sums = sessions[job.request.session]
+        sums[0] += alone_s
+        sums[1] += _ttft_s(job)
+    return {
+        "ttft_mean_s": fmean(ttft),
+        "ttft_p50_s": quantile(ttft, 0.5),
+        "ttft_p99_s": quantile(ttft, 0.99),
+        "itl_mean_s": fmean(itl),
+        "goodput_per_s": good / (max(arrivals) - min(arrivals)),
+        "good_share": good / len(jobs),
+        "hits": 1 - computed_tokens / prompt_tokens,
+        "computed_tokens": computed_tokens,
+        "jain": jain([alone_s / took_s for alone_s, took_s in sessions.values()]),
+        "remote_share": sum(job.prefill is not None for job in jobs) / len(jobs),
+        **_by_new_tokens(jobs),
+    }
+
+
+def _by_new_tokens(jobs: Sequence[Job]) -> Row:
+    row: Row = {}
+    for least, below in zip((0, *NEW_TOKENS), (*NEW_TOKENS, float("inf")), strict=True):
+        ttft = sorted(_ttft_s(job) for job in jobs if least <= job.request.new_tokens < below)
+        name = "short" if not least else f"from_{least}"
+        row[f"{name}_ttft_mean_s"] = fmean(ttft) if ttft else None
+        row[f"{name}_ttft_p99_s"] = quantile(ttft, 0.99) if ttft else None
+    return row
+
+
+def _ttft_s(job: Job) -> float:
+    return job.first_token_s - job.request.arrival_s
+
+
+def _itl_s(job: Job) -> float:
+    return (job.ended_s - job.first_token_s) / max(1, job.request.output_tokens - 1)
+
+
+def jain(shares: Sequence[float]) -> float:
+    return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def ratios(by_policy: Mapping[str, Row]) -> list[Row]:
+    """Return a row of each policy, its figures as ratios to ours."""
+    ours = by_policy["ours"]
+    return [
+        {"policy": policy} | {figure.name: _ratio(row, ours, figure.name) for figure in FIGURES}
+        for policy, row in by_policy.items()
+    ]
+
+
+def means_of(tables: Sequence[Sequence[Row]]) -> list[Row]:
+    """Return the geometric means of tables with the same policies."""
+    rows: list[Row] = []
+    for same_policy in zip(*tables, strict=True):
+        means: Row = {"policy": same_policy[0]["policy"]}
+        for figure in FIGURES:
+            known = [
+                value for row in same_policy if isinstance(value := row[figure.name], float) and value > 0
+            ]
+            means[figure.name] = geometric_mean(known) if known else None
+        rows.append(means)
+    return rows
+
+
+def counts_of(found: Sequence[Mapping[str, str]]) -> str:
+    """Return how many cells ours leads, ties and loses, by figure and in all."""
+    parts = []
+    for figure in FIGURES:
+        counts = Counter(verdicts[figure.name] for verdicts in found if figure.name in verdicts)
+        if counts:
+            parts.append(f"{figure.name} {_counted(counts)}")
+    everything = Counter(verdict for verdicts in found for verdict in verdicts.values())
+    return f"ours {_counted(everything)} of {len(found)} cells: {'; '.join(parts)}"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{verdict} {counts[verdict]}" for verdict in ("leads", "ties", "loses"))
+
+
+def _ratio(row: Row, ours: Row, name: str) -> float | None:
+    value, of_ours = row[name], ours[name]
+    if not isinstance(value, int | float) or not isinstance(of_ours, int | float):
+        return None
+    return value / of_ours if of_ours else None
+
+
+def verdicts(by_policy: Mapping[str, Row], peers: Iterable[str]) -> dict[str, str]:
+    """Return of each judged figure whether ours leads the best of the peers, ties with it or loses."""
+    rows = [by_policy[peer] for peer in peers if peer in by_policy]
+    found: dict[str, str] = {}
+    for figure in FIGURES:
+        all_ratios = [_ratio(row, by_policy["ours"], figure.name) for row in rows]
+        known = [ratio for ratio in all_ratios if ratio is not None]
+        if figure.is_judged and known:
+            best = max(known) if figure.is_better_high else min(known)
+            worse = best - 1 if figure.is_better_high else 1 - best
+            found[figure.name] = "loses" if worse > TIE else "ties" if worse >= -TIE else "leads"
+    return found
