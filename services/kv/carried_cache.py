@@ -1,24 +1,25 @@
-"""This is the one owner of a rank's tails and states: what each sequence holds of them, and the checkpoints.
+"""This owns all tails and states of a rank (its per-request state): those of sequences and of checkpoints.
 
-    unit:      free --take--> a sequence's --save, keep--> a checkpoint's too --last one drops--> free
+    unit:      free --take--> a sequence's --save, keep--> a checkpoint's too --last holder drops it--> free
                                    \\--quarantine--> quarantined --end_quarantine--> free
 
     sequence:  resume | receive --> extend, trim, save (any number of times) --> close
                                                                       |\\-> rest --> close
                                                                       \\--> quarantine --> end_quarantine
 
-    grant:     of a checkpoint's units, which others read --> close
+    grant:     holds a checkpoint's units while others read them --> close
 
-Rule 1: in each pool so many units are set aside for each open sequence that it can go on by one token,
-        wherever it is. For the chunks of a step together as many more are set aside as one chunk of full size
-        needs beyond that. So a sequence always gets the units that it needs: checkpoints are evicted for it
-        first, then what other sequences have saved, but never a sequence. A sequence that rests, or is in
-        quarantine, does not go on: nothing is set aside for it beside what it holds.
-Rule 2: a page of a tail that a checkpoint holds lies before the point, whole, and is never written again.
-Rule 3: a state is written by one sequence alone. Whoever else wants it has a copy in another slot.
+Rule 1: in each pool enough units are set aside for each open sequence to go on by one token, at any position.
+        For all chunks of a step together, the extra units that one chunk of full size needs are set aside.
+        So a sequence always gets the units that it needs: for it checkpoints are evicted first, then what
+        other sequences have saved, but never a sequence. A sequence that rests, or is in quarantine, does not
+        go on: for it only the units that it holds are set aside.
+Rule 2: a page of a tail that a checkpoint holds ends at or before its position, is full, and is never written
+        again.
+Rule 3: only one sequence writes a state. Any other that needs it has a copy in another slot.
 
-What a sequence has saved at the last border it passed is its own, and may be lost: then there is no
-checkpoint when it ends.
+What a sequence has saved at the last border it passed belongs to it alone, and may be dropped for other
+sequences: then it leaves no checkpoint when it ends.
 """
 
 from collections import Counter
@@ -48,13 +49,13 @@ class Tail:
 
 @dataclass(slots=True, eq=False)
 class SequenceCarried:
-    """It is one sequence's hold. Everybody may read it; only CarriedCache writes it."""
+    """This is what one sequence holds of per-request state. All may read it; only CarriedCache writes it."""
 
-    position: int  # It goes on there, at a checkpoint's position or 0.
+    position: int  # The sequence goes on here: a checkpoint's position or 0.
     slot: PageId | None
-    tails: list[Tail]  # They are by windowed group.
-    computes: bool = True  # It computes its ids here; otherwise somebody else writes the state at their end.
-    resumed: int = 0  # It went on from this checkpoint last.
+    tails: list[Tail]  # There is one for each windowed group.
+    computes: bool = True  # False means that another rank writes the state at its end.
+    resumed: int = 0  # This is the position of the checkpoint that it resumed from last.
     saved: SavedPoint | None = None
     rests: bool = False
     quarantined: bool = False
@@ -62,7 +63,7 @@ class SequenceCarried:
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    index: int  # It is the group's in the layout's `carried`.
+    index: int  # This is the group's index in the layout's `carried`.
     group: KvGroup
     units: UnitPool
     of_sequence: int  # So many units are set aside for each open sequence,
@@ -74,7 +75,7 @@ class _Pool:
 
 
 class CarriedCache:
-    """Every page border is a checkpoint where the layout has no per-request state, and nothing is held."""
+    """Every page border is a checkpoint, and nothing is held, if the layout has no per-request state."""
 
     def __init__(
         self,
@@ -85,9 +86,12 @@ class CarriedCache:
         chunk_size: int = 512,
         copy_slot: Callable[[int, int], None] = lambda source, target: None,
     ) -> None:
-        """`num_units` are those of each carried group's pool; steps compute up to `chunk_size` tokens.
+        """Make pools of `num_units`, one for each group beside full attention, in the layout's order.
 
-        Raises ConfigError where a pool cannot hold what one sequence needs.
+        A step computes up to `chunk_size` prompt tokens. `copy_slot` copies one state's slot into another.
+
+        Raises:
+            ConfigError: a pool cannot hold what one sequence needs.
         """
         self._page_size = layout.page_size
         self.index_block = index_block
@@ -107,7 +111,7 @@ class CarriedCache:
         self._windowed = [pool for pool in self._pools if pool.group.kind.is_windowed]
         recurrent = [pool for pool in self._pools if pool.group.kind is GroupKind.RECURRENT]
         self._recurrent = recurrent[0] if recurrent else None
-        # They stand in the order in which they were opened.
+        # These are in the order of their opening.
         self._sequences: dict[SequenceCarried, None] = {}
         self.points = ResumePoints(self._drop_point)
 
@@ -116,33 +120,32 @@ class CarriedCache:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is no per-request state."""
         return not self._pools
 
     @property
     def scan_tokens(self) -> int:
-        """Return the multiple at which each chunk of a prompt but its last ends; 1 where nothing is
-        recurrent."""
+        """Return the multiple at which all chunks but a prompt's last end; 1 without recurrent layers."""
         return scan_tokens(self.index_block) if self._recurrent is not None else 1
 
     @property
     def num_open(self) -> int:
-        """Return how many sequences are neither closed nor in quarantine."""
         return sum(not seq.quarantined for seq in self._sequences)
 
     def may_open(self, *, computes: bool) -> bool:
         """Return whether there is room for one more sequence.
 
-        A sequence that computes counts as two beside others that go on: without checkpoints each would
-        compute all.
+        While others go on, a sequence that computes counts as two. Otherwise no room for checkpoints would be
+        left, and each sequence would compute its whole prompt.
         """
         going_on = any(not seq.rests for seq in self._sequences)
         count = 1 + (computes and going_on) + self._set_aside_for()
         return all(pool.has_room(count, self._resting_units(pool)) for pool in self._pools)
 
     def resumable(self, node: Node | None, matched: int) -> int:
-        """Return where a sequence that matched `matched` tokens, down to `node`, would go on; count no
-        use."""
+        """Return where a sequence would resume that matched `matched` tokens, down to `node`.
+
+        This does not count as a use.
+        """
         if not self._pools:
             return matched
         point = self.points.deepest(node)
@@ -151,7 +154,7 @@ class CarriedCache:
     # -- a sequence -------------------------------------------------------------------------------
 
     def resume(self, node: Node | None, matched: int) -> SequenceCarried:
-        """Begin a sequence that computes from the deepest checkpoint down to `node`."""
+        """Begin a sequence that computes, from the deepest checkpoint on the path down to `node`."""
         if not self._pools:
             return self._opened(SequenceCarried(matched, None, []))
         seq = self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed]))
@@ -168,7 +171,7 @@ class CarriedCache:
         return seq
 
     def receive(self, position: int, *, computes: bool = False) -> SequenceCarried:
-        """Begin a sequence whose tails and state at `position` somebody else writes."""
+        """Begin a sequence whose tails and state at `position` another rank writes."""
         seq = SequenceCarried(position, None, [], computes=computes)
         for pool in self._windowed:
             pages = tail_pages(pool.group, position, self._page_size)
@@ -178,9 +181,10 @@ class CarriedCache:
         return self._opened(seq)
 
     def grant(self, node: Node | None, matched: int) -> SequenceCarried | None:
-        """Hold what the deepest checkpoint down to `node` holds, for others to read.
+        """Hold the units of the deepest checkpoint down to `node`, for other ranks to read.
 
-        Returns None, and holds nothing, where there is none, or Rule 1 would not hold beside it.
+        Returns:
+            None, with nothing held, if there is no checkpoint, or Rule 1 would be broken.
         """
         if not self._pools:
             return self._opened(SequenceCarried(matched, None, [], computes=False, rests=True))
@@ -204,12 +208,12 @@ class CarriedCache:
         return self._opened(SequenceCarried(0, None, [Tail() for _ in self._windowed], rests=True))
 
     def advance(self, seq: SequenceCarried, node: Node | None) -> bool:
-        """Jump to a checkpoint beyond `seq.position`, if there is one down to `node`.
+        """Jump to a checkpoint beyond `seq.position`, if there is one on the path down to `node`.
 
-        `seq.position` must be what it has computed.
+        `seq.position` must be what the sequence has computed.
 
         Returns:
-            True where `seq.position` is the checkpoint's now.
+            True if `seq.position` is the checkpoint's now.
         """
         point = self.points.deepest(node)
         if point is None or point.position <= seq.position:
@@ -218,12 +222,12 @@ class CarriedCache:
         return True
 
     def extend(self, seq: SequenceCarried, end: int) -> int:
-        """Have pages in its tails for all positions before `end`, or as many as others leave room for.
+        """Allocate pages of its tails for all positions before `end`, or for as many as there is room for.
 
-        Other chunks of the step leave room for one at least.
+        There is room for at least one more position, whatever other sequences and chunks hold.
 
         Returns:
-            The end of those positions.
+            The end of the positions that have pages.
         """
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             if end > (tail.first_page + pool.of_sequence) * self._page_size:
@@ -235,13 +239,13 @@ class CarriedCache:
         return end
 
     def skip(self, seq: SequenceCarried, position: int) -> None:
-        """Go on at `position`, whatever is in its units, where that is only tried."""
+        """Move to `position` without valid content, for a trial run whose results are not used."""
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             pool.units.drop(tail.pages)
             tail.first_page, tail.pages = self._first_page(pool, position), []
 
     def trim(self, seq: SequenceCarried, position: int) -> None:
-        """Let go of pages that no window reaches any more from `position`, and of those behind it."""
+        """Drop pages that no window reaches any more from `position`, and pages behind it."""
         seq.position = position
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             first = max(tail.first_page, self._first_page(pool, position))
@@ -250,7 +254,7 @@ class CarriedCache:
             tail.first_page, tail.pages = first, tail.pages[start:end]
 
     def units_of(self, seq: SequenceCarried) -> tuple[tuple[PageId, ...], ...]:
-        """Return the units of the state at `seq.position`, by group, in token order."""
+        """Return the units of the state at `seq.position`, by group, each group's in token order."""
         units: list[tuple[PageId, ...]] = [()] * len(self._pools)
         for pool, tail in zip(self._windowed, seq.tails, strict=True):
             carried = tail_pages(pool.group, seq.position, self._page_size)
@@ -263,32 +267,32 @@ class CarriedCache:
     # -- checkpoints ----------------------------------------------------------------------------
 
     def note_border(self, seq: SequenceCarried) -> None:
-        """Keep what is needed to come back to the border it stands on, trimmed; it will go on.
+        """Save what is needed to come back to the border at which the trimmed sequence stands; it goes on.
 
-        Nothing is kept where sequences hold all states.
+        Nothing is saved if open sequences hold all states.
         """
         if self._pools:
             self._drop_saved(seq)
             seq.saved = self._save(seq)
 
     def keep_border(self, seq: SequenceCarried, node: Node) -> None:
-        """Make the border that was noted last, at `node`, a checkpoint."""
+        """Make what was saved at the last border, which is at `node`, a checkpoint."""
         point, seq.saved = seq.saved, None
         if point is not None:
             self.points.keep(node, point, self._size_bytes(point), seq.resumed)
 
     def rest(self, seq: SequenceCarried) -> None:
-        """Note that it goes on no more, trimmed; what it holds may be read until it is closed."""
+        """Note that the trimmed sequence goes on no more. What it holds may be read until it is closed."""
         self._drop_saved(seq)
         seq.rests = True
 
     def close(self, seq: SequenceCarried) -> None:
-        """Give everything back. Raises ProtocolError where it is not open."""
+        """Drop all its units. It raises ProtocolError if the sequence is not open."""
         self._require(seq, quarantined=False)
         self._end(seq)
 
     def quarantine(self, seq: SequenceCarried) -> None:
-        """Give it up while a writer may still write its units."""
+        """End the sequence while another rank may still write its units, and keep those from reuse."""
         self._require(seq, quarantined=False)
         self.rest(seq)
         seq.quarantined = True
@@ -298,21 +302,19 @@ class CarriedCache:
         self._end(seq)
 
     def pools(self) -> tuple[CarriedPool, ...]:
-        """Return how full each pool is, in O(1)."""
         return tuple(
             CarriedPool(1 + pool.index, pool.group.kind.value, pool.units.num_units, pool.units.free_units)
             for pool in self._pools
         )
 
     def books(self) -> tuple[PageBooks, ...]:
-        """Return the books of each carried group's pool; it walks all units."""
         return tuple(self._books_of(pool) for pool in self._pools)
 
     def check(self) -> tuple[PageBooks, ...]:
         """Walk every unit and return the books.
 
         Raises:
-            AssertionError: a unit's holders are not those that hold it, or a sequence holds too much.
+            AssertionError: a count of holders or a hold is wrong, or the books do not balance.
         """
         for pool in self._pools:
             held = Counter(unit for units in self._holdings(pool) for unit in units)
@@ -342,7 +344,6 @@ class CarriedCache:
         return seq
 
     def _go_to(self, seq: SequenceCarried, point: SavedPoint | None) -> None:
-        """Hold what the checkpoint holds, instead of what it has of tails; the state is a copy."""
         if point is None:
             return
         seq.position = seq.resumed = point.position
@@ -378,15 +379,12 @@ class CarriedCache:
         return SavedPoint(seq.position, slot, tails)
 
     def _most_pages(self, pool: _Pool, seq: SequenceCarried) -> int:
-        """Return how many its tail may have now: all but those set aside for others, or taken by their
-        chunks."""
         place = self._windowed.index(pool)
         others = [other for other in self._sequences if other is not seq]
         taken = (max(len(o.tails[place].pages), 0 if o.rests else pool.of_sequence) for o in others)
         return pool.units.num_units - sum(taken)
 
     def _set_aside_for(self) -> int:
-        """Return for how many sequences units are set aside: one that computes counts as two."""
         return sum(1 + seq.computes for seq in self._sequences if not seq.rests)
 
     def _resting_units(self, pool: _Pool) -> int:
@@ -397,8 +395,10 @@ class CarriedCache:
         return pool.units.take(num_units)
 
     def _slot_beside(self, pool: _Pool, point: SavedPoint | None) -> PageId:
-        """Return a slot to go on from `point`: its own, held by both, where that is all that can be
-        evicted."""
+        """Return a slot in which to go on from `point`.
+
+        It is the slot of `point` itself, which both hold then, if nothing else can be evicted.
+        """
         if self._make_room(pool, 1, spared=point) or point is None or point.slot is None:
             return pool.units.take(1)[0]
         assert pool.units.holders_of(point.slot) == 1, "what is granted is spared by Rule 1"
@@ -406,20 +406,18 @@ class CarriedCache:
         return point.slot
 
     def _make_room(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
-        """Evict until so many units are free; return False where nothing is left to be let go of before."""
+        """Evict until so many units are free. Return False if nothing is left that may be dropped."""
         while not (fit := self._evict_points(pool, num_units, spared)) and self._drop_least_saved():
             pass
         return fit
 
     def _evict_points(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
-        """Evict checkpoints until so many units are free; return False where there are no more before."""
         while pool.units.free_units < num_units:
             if not self.points.evict(spared):
                 return False
         return True
 
     def _drop_least_saved(self) -> bool:
-        """Drop what saves least if it becomes a checkpoint. Returns False where nobody has saved anything."""
         saved = [(seq.saved.position - seq.resumed, seq) for seq in self._sequences if seq.saved is not None]
         if saved:
             self._drop_saved(min(saved, key=lambda each: each[0])[1])

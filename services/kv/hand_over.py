@@ -1,16 +1,17 @@
-"""A rank that leaves hands over what it has cached: what, in which order, and to whom.
+"""A rank that leaves hands over its cached prefixes: this decides which, in which order, and to whom.
 
     prefix:   listed --offered to a successor--> taken
                 ^  |                          |--> refused, failed: listed again, for a second successor
                 |  |                          |--> busy: listed again
                 +--|--------------------------+
                    |--no successor is left, two have refused, the time is over--> left
-                   `--it is not here any more, or in use--> dropped
+                   `--it was evicted, or is in use--> dropped
 
-Prefixes that were requested twice come first, then those used last. One goes where another went with which it
-shares half of its tokens or more, so that these cross once; else to who has most room. (What all share, such
-as a system prompt, would otherwise bring everything to one successor.) What comes later may displace less, so
-who has had no room once is not asked again.
+Prefixes that were requested twice are offered first, then those that were used last. A prefix goes to the
+successor that got another one with which it shares at least half of its tokens, so that the shared part
+crosses once. (Without "half" a system prompt that all share would bring everything to one successor.)
+Otherwise it goes to the successor with the most room. A prefix that is offered later may displace less, so a
+successor that had no room once is not asked again.
 """
 
 from collections.abc import Sequence
@@ -21,21 +22,21 @@ from services.kv.block_hash import unpack_tokens
 from services.kv.radix_tree import Node
 
 _MOST_TRIES = 2
-_MOST_AT_A_TIME = 2  # By each successor: one crosses while the next is asked for.
+_MOST_AT_A_TIME = 2  # This is per successor: one prefix crosses while the next is offered.
 
 Successor = TypeVar("Successor")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdlePrefix:
-    """It is cached and not in use, from the root to a leaf."""
+    """A path of the radix tree, from the root to a leaf, is cached and not in use."""
 
     node: Node = field(repr=False)
     salt: str
     tokens: int
-    protected_tokens: int  # So much of its beginning was requested twice.
+    protected_tokens: int  # So many tokens at its beginning were requested twice.
     idle_s: float
-    # Others leave it there: names of these places, and the tokens down to each, from the root on.
+    # Other prefixes branch off here: (name of the node, tokens down to it), from the root on.
     forks: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -44,7 +45,7 @@ class IdlePrefix:
 
 
 def idle_prefix(leaf: Node, page_size: int, idle_s: float) -> IdlePrefix:
-    """Return what ends at `leaf`. Rule 3 of the tree: what is protected of it is its beginning."""
+    """Return the prefix that ends at `leaf`. By Rule 3 of the tree the protected part is its beginning."""
     forks: list[tuple[int, int]] = []
     protected_pages, node = 0, leaf
     while node.parent is not None:
@@ -58,7 +59,7 @@ def idle_prefix(leaf: Node, page_size: int, idle_s: float) -> IdlePrefix:
 
 
 def spell(node: Node) -> tuple[int, ...] | None:
-    """Return the ids of the prefix that ends at `node`; None where it was evicted, or is in use."""
+    """Return the token ids of the prefix that ends at `node`; None if it was evicted or is in use."""
     keys: list[bytes] = []
     if node.locked:
         return None
@@ -72,10 +73,8 @@ def spell(node: Node) -> tuple[int, ...] | None:
 
 @dataclass(slots=True)
 class _Asked:
-    """A successor, as far as its answers tell."""
-
-    room_tokens: float = float("inf")  # It is not known before the first answer.
-    offered: int = 0  # It has been offered so many prefixes that it has not answered.
+    room_tokens: float = float("inf")  # It is unknown before the first answer.
+    offered: int = 0  # So many offers have no answer yet.
     given_tokens: int = 0
     is_out: bool = False  # It has no room, or cannot be reached.
 
@@ -87,13 +86,13 @@ class _Asked:
 @dataclass(slots=True)
 class HandOverOutcome:
     handed_tokens: int = 0
-    left_tokens: int = 0  # They stay here, and go with the rank.
+    left_tokens: int = 0  # These are lost when the rank ends.
     handed_prefixes: int = 0
     left_prefixes: int = 0
 
 
 class HandOver(Generic[Successor]):
-    """`next` says what to offer to whom; one of the other methods is called with the answer."""
+    """`next` returns what to offer to whom; exactly one other method is then called with the answer."""
 
     def __init__(self, prefixes: Sequence[IdlePrefix], successors: Sequence[Successor]) -> None:
         self.outcome = HandOverOutcome()
@@ -101,7 +100,7 @@ class HandOver(Generic[Successor]):
         self._successors = {successor: _Asked() for successor in successors}
         self._tried: dict[IdlePrefix, set[Successor]] = {}
         self._offered: dict[IdlePrefix, Successor] = {}
-        self._went: dict[int, Successor] = {}  # It is by fork.
+        self._went: dict[int, Successor] = {}  # The key is the name of a fork.
 
     def __repr__(self) -> str:
         return f"HandOver(listed={len(self._listed)} offered={len(self._offered)} {self.outcome})"
@@ -111,7 +110,7 @@ class HandOver(Generic[Successor]):
         return len(self._offered)
 
     def next(self) -> tuple[IdlePrefix, Successor] | None:
-        """Return what is to be offered to whom; None where nothing is, or an answer must come before."""
+        """Return a prefix and its successor; None if nothing is left to offer or an answer is due first."""
         place = 0
         if self._offered and not any(asked.may_be_asked for asked in self._successors.values()):
             return None
@@ -126,11 +125,10 @@ class HandOver(Generic[Successor]):
             if self._successors[successor].may_be_asked:
                 del self._listed[place]
                 return self._offer(prefix, successor)
-            place += 1  # Its successor has enough to do; another's may not.
+            place += 1  # This successor is busy; the next prefix's may not be.
         return None
 
     def taken(self, prefix: IdlePrefix, held_tokens: int, room_tokens: int) -> None:
-        """Note that its successor holds so many tokens of it now: fewer than all where it had no room."""
         successor, asked = self._answered(prefix)
         held_tokens = min(held_tokens, prefix.tokens)
         asked.room_tokens = room_tokens
@@ -147,23 +145,20 @@ class HandOver(Generic[Successor]):
         self._list_again(prefix)
 
     def failed(self, prefix: IdlePrefix, *, is_out: bool) -> None:
-        """Note that its successor has not pulled it, and with `is_out` that it cannot be asked any more."""
+        """Note that the successor did not pull it; with `is_out` the successor cannot be asked any more."""
         successor, asked = self._answered(prefix)
         asked.is_out |= is_out
         self._tried.setdefault(prefix, set()).add(successor)
         self._list_again(prefix)
 
     def busy(self, prefix: IdlePrefix) -> None:
-        """Note that its successor may take it a little later."""
         self._answered(prefix)
         self._list_again(prefix)
 
     def dropped(self, prefix: IdlePrefix) -> None:
-        """Note that it is not here any more, or in use."""
         self._answered(prefix)
 
     def end(self) -> None:
-        """Note that the time is over: what was not taken is left."""
         for prefix in (*self._listed, *self._offered):
             self._leave(prefix.tokens)
         self._listed.clear()
@@ -192,7 +187,7 @@ class HandOver(Generic[Successor]):
     def _offer(self, prefix: IdlePrefix, successor: Successor) -> tuple[IdlePrefix, Successor]:
         self._offered[prefix] = successor
         self._successors[successor].offered += 1
-        for fork, _ in prefix.forks:  # Others that share much with it wait for its successor.
+        for fork, _ in prefix.forks:  # Prefixes that share much with it wait for the same successor.
             self._went.setdefault(fork, successor)
         return prefix, successor
 

@@ -1,12 +1,13 @@
-"""The two ends of a transfer are tables: decode's reservation and prefill's room. So is a pull, which asks
-for one.
+"""Each end of a transfer follows a table: decode's is the reservation, prefill's the transfer itself. A pull,
+in which a rank asks another one for a transfer, follows a table, too.
 
-Prefill writes KV straight into decode's pages, so decode may not reuse a page merely because the client
+Prefill writes KV straight into decode's pages. So decode may not reuse a page merely because the client has
 left: it must first know that the writer has stopped.
 
-A reservation, on the decode rank: the pages of one ticket, from its leaving on, and who may write them.
+A reservation, on the decode rank, covers the pages of one ticket, from the moment at which that is sent. It
+tells who may still write them.
 
-                     stream stands            stream lost           last word left bytes on their way
+                     stream stands            stream lost           last word, but bytes may still land
 
     awaited          FILLING ---link_lost---> LOST
                      | | |                    |
@@ -20,10 +21,10 @@ A reservation, on the decode rank: the pages of one ticket, from its leaving on,
                      v v                      | v                     v
     over             STOPPED <-writer_stopped-' EXPIRED <-------------'
 
-    STOPPED: by whatever other word (pages_landed, renegotiated, writer_stopped). EXPIRED: by time alone.
+    STOPPED comes after any other word (pages_landed, renegotiated, writer_stopped), EXPIRED after time alone.
     After renegotiated, pages are reserved anew, for another ticket.
 
-A room, on the prefill rank; ticket and request come in either order:
+A transfer, on the prefill rank, has a ticket and a request, which come in either order:
 
           ticket           request
     NEW ---------> TICKETED --------> WRITING --landed--> ENDED
@@ -37,29 +38,31 @@ A room, on the prefill rank; ticket and request come in either order:
                  ABANDONED               STOPPING_TO_FAIL --writes_stopped--> ENDED
                                           (after failed, cancelled, link lost, wrong ticket)
 
-    From NEW, TICKETED, REQUESTED or ABANDONED an abort is acknowledged at once and ends the room.
+    From NEW, TICKETED, REQUESTED or ABANDONED an abort is acknowledged at once and ends the transfer.
     A ticket whose delta starts too late is sent back: NEW and REQUESTED go on waiting for a better one.
-    A room that is over hears only what does not know that: tickets, requests, aborts.
+    A transfer that is over still receives tickets, requests and aborts that were sent before this was known.
 
-A pull, on the rank that is to compute a prompt and has been told of a source; its ticket has a reservation,
-too, and on the source there is a room, whose request is the source's own:
+A pull is on the rank that is to compute a prompt and knows a source of its prefix. Its ticket has a
+reservation, too, and the source has a transfer for it, whose request the source makes itself:
 
     ASKED --granted--> FILLING --landed--> OVER: what landed is published, the rest is computed
       |                 |    |
-      |                 |    | late, doubted           OVER: all is computed, on other pages
+      |                 |    | late, in doubt          OVER: all is computed, on other pages
       | refused, late   |    v                          ^
       v         stopped |   STOPPING --late-------------+
     OVER: all is <------+----+ stopped
     computed
 
-    Whatever comes of it, the sequence computes: a source costs time, and no request.
+    Whatever happens, the sequence is computed in the end: a bad source costs time, but no request fails.
 
 Rule 1: every transition is in a table; the shell performs the effects in order and decides nothing.
-Rule 2: no clocks here. A deadline, a lease and a fence are the shell's, and arrive as events.
-Rule 3: LANDED, FAILED and the ack are a room's last word. None is said while a write is posted, for
-        decode reuses its pages on hearing it. Only LANDED and WRITES_STOPPED tell that none is posted.
-        A write whose end cannot be known counts as posted no more; the shell then says so with the word.
-        RENEGOTIATE is the last word on a ticket, by which nothing was written, but not on its room.
+Rule 2: there are no clocks here. The shell watches deadlines, leases and fence time, and passes them on as
+        events.
+Rule 3: LANDED, FAILED and the abort's ack are the last word on a transfer. None of them is sent while a write
+        is posted, because decode reuses its pages when it receives one. Only LANDED and WRITES_STOPPED
+        report that no write is posted. A write whose end cannot be known counts as posted no more; the shell
+        then adds that to the last word. RENEGOTIATE is the last word on a ticket, by which nothing was
+        written, but not on the transfer.
 """
 
 from collections.abc import Mapping
@@ -70,32 +73,32 @@ from services.values.errors import ProtocolError
 
 
 class ReservationState(Enum):
-    FILLING = auto()  # The ticket has left; prefill may be writing the pages.
+    FILLING = auto()  # The ticket was sent; prefill may be writing the pages.
     LOST = auto()  # The stream has ended without a last word; prefill may be writing.
-    UNSETTLED = auto()  # Prefill posts nothing more, but what it posted may land.
-    STOPPING = auto()  # It is given up and asked to stop: nothing but prefill's word counts.
+    UNSETTLED = auto()  # Prefill posts nothing more, but what it has posted may still land.
+    STOPPING = auto()  # It is given up, and prefill was asked to stop: only its answer counts.
     SOUGHT = auto()  # It is given up; the writer is sought on a new stream.
-    FENCED = auto()  # It is given up; nobody is to be asked.
-    STOPPED = auto()  # No byte comes any more.
-    EXPIRED = auto()  # It is given up, and fence time is over: no byte can come any more.
+    FENCED = auto()  # It is given up; nobody can be asked, so only time counts.
+    STOPPED = auto()  # No byte can land any more.
+    EXPIRED = auto()  # It is given up, and fence time is over: no byte can land any more.
 
 
 class ReservationEvent(Enum):
     PAGES_LANDED = auto()
     RENEGOTIATED = auto()  # Prefill wants a ticket that starts earlier; it has written nothing by this one.
-    WRITER_STOPPED = auto()  # It was refused, failed, its abort acknowledged, or seen dead by its supervisor.
-    # It failed, or its abort was acknowledged, and bytes of a failed write may land still.
+    WRITER_STOPPED = auto()  # It refused, failed, acknowledged an abort, or its supervisor reported it dead.
+    # The transfer failed, or its abort was acknowledged, and bytes of a failed write may still land.
     UNSETTLED = auto()
     LINK_LOST = auto()  # The stream ended.
     LINKED = auto()  # A new stream to the same incarnation of the writer stands.
-    GIVEN_UP = auto()  # Its owner gave up: client gone, deadline passed, or the transfer failed.
+    GIVEN_UP = auto()  # The owner gave up: the client left, a deadline passed, or the transfer failed.
     FENCE_OVER = auto()  # The last lease and the fence's margin have passed.
 
 
 class ReservationEffect(Enum):
     SEND_ABORT = auto()
-    BEGIN_FENCE = auto()  # Fence time counts from now, at the earliest.
-    SEEK = auto()  # Make a stream to the writer, or learn that it is dead.
+    BEGIN_FENCE = auto()  # Fence time begins now, or at the end of the lease if that is later.
+    SEEK = auto()  # Open a new stream to the writer, or learn that it is dead.
     QUARANTINE = auto()  # Give up the prefix, keep the private pages from reuse.
     END_QUARANTINE = auto()
 
@@ -104,11 +107,11 @@ class RoomState(Enum):
     NEW = auto()
     TICKETED = auto()  # The ticket came first.
     REQUESTED = auto()  # The request came first.
-    ABANDONED = auto()  # It was over before a ticket was accepted; decode has had no last word.
+    ABANDONED = auto()  # It was over before a ticket was accepted; decode has received no last word.
     WRITING = auto()
     STOPPING_TO_ACK = auto()  # Posted writes are not yet finished; decode awaits the ack.
-    STOPPING_TO_FAIL = auto()  # Posted writes are not yet finished; decode will hear FAILED.
-    ENDED = auto()  # The last word is said.
+    STOPPING_TO_FAIL = auto()  # Posted writes are not yet finished; decode will receive FAILED.
+    ENDED = auto()  # The last word was sent.
 
 
 class RoomEvent(Enum):
@@ -118,7 +121,7 @@ class RoomEvent(Enum):
     REQUEST = auto()  # The Prefill call came.
     LANDED = auto()  # The request's last write landed: none is posted, none will be.
     FAILED = auto()  # A write or the compute failed, the request is not the ticket's, or nobody came in time.
-    ABORT = auto()  # Decode said so.
+    ABORT = auto()  # Decode asked for it.
     LINK_LOST = auto()  # Decode's stream ended.
     CANCELLED = auto()  # The Prefill call was cancelled.
     WRITES_STOPPED = auto()  # After STOP_WRITES none is posted any more, and none will be.
@@ -127,7 +130,7 @@ class RoomEvent(Enum):
 class RoomEffect(Enum):
     SEND_ACCEPTED = auto()
     SEND_RENEGOTIATE = auto()
-    SEND_REFUSED = auto()  # It goes to whom the ticket came from.
+    SEND_REFUSED = auto()  # It goes to the rank that the ticket came from.
     START_WRITES = auto()  # From here on writes may be posted.
     STOP_WRITES = auto()  # Post no more; WRITES_STOPPED must follow.
     SEND_LANDED = auto()
@@ -137,28 +140,28 @@ class RoomEffect(Enum):
 
 
 class PullState(Enum):
-    ASKED = auto()  # Pages are reserved, and no ticket has left: nobody writes.
-    FILLING = auto()  # The ticket has left; the source may be writing the pages.
-    STOPPING = auto()  # It is given up, and the source's word on that is awaited for a moment.
+    ASKED = auto()  # Pages are reserved, and no ticket was sent: nobody writes.
+    FILLING = auto()  # The ticket was sent; the source may be writing the pages.
+    STOPPING = auto()  # It is given up, and waits a moment for the source to confirm that.
     OVER = auto()
 
 
 class PullEvent(Enum):
     GRANTED = auto()
-    REFUSED = auto()  # The source said so, or cannot be reached, or its stream ended.
-    LATE = auto()  # What is awaited has not come in time.
+    REFUSED = auto()  # The source refused, or cannot be reached, or its stream ended.
+    LATE = auto()  # The expected message did not come in time.
     LANDED = auto()  # All is in the pages, and has been checked.
-    STOPPED = auto()  # It did not land, or not as it was written; no byte comes any more.
-    DOUBTED = auto()  # The stream ended, or a write's end is not known: bytes may come.
+    STOPPED = auto()  # It did not land, or its digests differ; no byte can land any more.
+    DOUBTED = auto()  # The stream ended, or the end of a write is unknown: bytes may still land.
     CANCELLED = auto()  # The request is over.
 
 
 class PullEffect(Enum):
     SEND_TICKET = auto()
-    END_GRANT = auto()  # The source is told that no ticket comes, where it can be.
-    GIVE_UP = auto()  # The ticket's reservation is given up.
+    END_GRANT = auto()  # Report to the source, if it can be reached, that no ticket comes.
+    GIVE_UP = auto()  # Give up the ticket's reservation.
     PUBLISH = auto()
-    SET_ASIDE = auto()  # The pages go into quarantine until the reservation is over; the sequence lacks them.
+    SET_ASIDE = auto()  # Quarantine the pages until the reservation is over; the sequence loses them.
     COMPUTE = auto()
 
 
@@ -181,19 +184,19 @@ RESERVATION: Mapping[
     (_S.STOPPING, _E.UNSETTLED): (_S.FENCED, (_F.BEGIN_FENCE,)),
     (_S.STOPPING, _E.LINK_LOST): (_S.SOUGHT, (_F.BEGIN_FENCE, _F.SEEK)),
     (_S.STOPPING, _E.GIVEN_UP): (_S.STOPPING, ()),
-    # A writer that is there and does not answer may be writing.
+    # A writer that lives and does not answer may be writing.
     (_S.STOPPING, _E.FENCE_OVER): (_S.STOPPING, (_F.SEND_ABORT,)),
-    # The old stream may have lost what it was told.
+    # The abort may have been lost with the old stream.
     (_S.SOUGHT, _E.LINKED): (_S.STOPPING, (_F.SEND_ABORT,)),
     (_S.SOUGHT, _E.WRITER_STOPPED): (_S.STOPPED, (_F.END_QUARANTINE,)),
     (_S.SOUGHT, _E.GIVEN_UP): (_S.SOUGHT, ()),
     (_S.SOUGHT, _E.FENCE_OVER): (_S.EXPIRED, (_F.END_QUARANTINE,)),
     (_S.FENCED, _E.GIVEN_UP): (_S.FENCED, ()),
     (_S.FENCED, _E.FENCE_OVER): (_S.EXPIRED, (_F.END_QUARANTINE,)),
-    # Nobody writes: the pages go where their sequence goes.
+    # Nobody writes any more: the sequence's owner frees or keeps the pages.
     (_S.STOPPED, _E.GIVEN_UP): (_S.STOPPED, ()),
-    # A writer that was sought is found late. Its transfer may wait still, so it is told, and its answer
-    # counts.
+    # A writer that was sought is found late. Its end of the transfer may still be waiting, so it gets an
+    # abort, and its answer is accepted.
     (_S.EXPIRED, _E.LINKED): (_S.EXPIRED, (_F.SEND_ABORT,)),
     (_S.EXPIRED, _E.WRITER_STOPPED): (_S.EXPIRED, ()),
     (_S.EXPIRED, _E.UNSETTLED): (_S.EXPIRED, ()),
@@ -242,7 +245,7 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.STOPPING_TO_FAIL, _V.WRITES_STOPPED): (_R.ENDED, (_X.SEND_FAILED,)),
     (_R.STOPPING_TO_ACK, _V.WRONG_TICKET): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.FAILED): (_R.STOPPING_TO_ACK, ()),
-    # It is said again, on a new link perhaps: the one ack to come answers both.
+    # The abort is repeated, perhaps on a new connection; the one ack to come answers both.
     (_R.STOPPING_TO_ACK, _V.ABORT): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.LINK_LOST): (_R.STOPPING_TO_ACK, ()),
     (_R.STOPPING_TO_ACK, _V.CANCELLED): (_R.STOPPING_TO_ACK, ()),
@@ -252,7 +255,7 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.ENDED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
 }
 
-ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # No request is in it, and nothing is written or read.
+ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # It has no request, and nothing is written or read.
 
 
 _P, _W, _Y = PullState, PullEvent, PullEffect
@@ -270,8 +273,8 @@ PULL: Mapping[tuple[PullState, PullEvent], tuple[PullState, tuple[PullEffect, ..
     (_P.STOPPING, _W.STOPPED): (_P.OVER, (_Y.COMPUTE,)),
     (_P.STOPPING, _W.LATE): (_P.OVER, (_Y.SET_ASIDE, _Y.COMPUTE)),
     (_P.STOPPING, _W.CANCELLED): (_P.OVER, (_Y.SET_ASIDE,)),
-    # A grant or a refusal that comes late, or twice, changes nothing: the source has been told, or its room
-    # ends with the stream.
+    # A late or repeated grant or refusal changes nothing: the source has received the end of the grant, or
+    # its transfer ends with the stream.
     (_P.FILLING, _W.GRANTED): (_P.FILLING, ()),
     (_P.STOPPING, _W.GRANTED): (_P.STOPPING, ()),
     (_P.OVER, _W.GRANTED): (_P.OVER, ()),
@@ -292,7 +295,7 @@ def step_reservation(
 
 
 def may_expire(state: ReservationState) -> bool:
-    """Return whether fence time ends it, once it is given up."""
+    """Return whether the end of fence time ends a reservation in this state, once it is given up."""
     return state in (_S.LOST, _S.UNSETTLED, _S.SOUGHT, _S.FENCED)
 
 
@@ -301,12 +304,11 @@ def expects_ticket(state: RoomState) -> bool:
 
 
 def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:
-    """Return the next state of a room, and its effects, as step_reservation does."""
+    """Return the next state and the effects of a transfer, as `step_reservation` does."""
     return _look_up(ROOM, state, event)
 
 
 def step_pull(state: PullState, event: PullEvent) -> tuple[PullState, tuple[PullEffect, ...]]:
-    """Return the next state of a pull, and its effects, as step_reservation does."""
     return _look_up(PULL, state, event)
 
 

@@ -1,6 +1,7 @@
-"""The free pages of a pool are kept as runs of neighbours, so that transfers stay in few pieces.
+"""The free pages of a pool are kept as runs of neighbours, so that a transfer consists of few pieces.
 
-The units of a carried group, pages of a window or slots of states, have any number of holders each.
+UnitPool counts holders: a unit of a group beside full attention, which is a page of a window or the slot of
+a state, may have any number of them.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -12,9 +13,9 @@ from services.values.kv import PageId, PageRun
 
 
 class PageAllocator:
-    """It hands out pages [0, num_pages).
+    """This allocator hands out the pages [0, num_pages).
 
-    Invariant: no two free runs touch (neighbours are merged when freed), and `_starts`, `_ends` and
+    Invariants: no two free runs touch (neighbours are merged when freed), and `_starts`, `_ends` and
     `_by_length` list the same runs. A call costs O(runs touched * log runs), plus a short memmove.
     """
 
@@ -25,8 +26,8 @@ class PageAllocator:
         self._free_pages = 0
         self._is_free = bytearray(num_pages)
         self._starts: list[int] = []
-        self._ends: list[int] = []  # The value of index i belongs to _starts[i].
-        self._by_length: list[tuple[int, int]] = []  # They are (length, start), ascending.
+        self._ends: list[int] = []  # _ends[i] is the end of the run that begins at _starts[i].
+        self._by_length: list[tuple[int, int]] = []  # These are (length, start), in ascending order.
         self._give(0, num_pages)
 
     def __repr__(self) -> str:
@@ -41,10 +42,10 @@ class PageAllocator:
         return len(self._starts)
 
     def allocate(self, num_pages: int) -> list[PageId]:
-        """Take pages: the shortest run that holds them all, else the longest runs there are.
+        """Return pages from the shortest free run that holds them all, or else from the longest runs.
 
         Raises:
-            NoCapacity: fewer are free; nothing is taken.
+            NoCapacity: fewer pages are free; nothing is allocated.
         """
         if num_pages < 0:
             raise ProtocolError(f"cannot allocate {num_pages} pages")
@@ -57,7 +58,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Sequence[PageId]) -> None:
-        """Take pages back, in any order.
+        """Take back pages, given in any order.
 
         Raises:
             ProtocolError: a page is free already, named twice or not of this pool; nothing is freed.
@@ -74,12 +75,10 @@ class PageAllocator:
             self._give(run.first_page, run.end)
 
     def free_runs(self) -> Iterator[PageRun]:
-        """Yield the free runs in ascending order."""
         for start, end in zip(self._starts, self._ends, strict=True):
             yield PageRun(start, end - start)
 
     def _take(self, num_pages: int) -> tuple[int, int]:
-        """Take from one run at most `num_pages`; at least one page is free."""
         fitting = bisect_left(self._by_length, (num_pages, -1))
         length, start = self._by_length.pop(min(fitting, len(self._by_length) - 1))
         end = start + min(length, num_pages)
@@ -93,7 +92,6 @@ class PageAllocator:
         return start, end
 
     def _give(self, start: int, end: int) -> None:
-        """Add pages [start, end), none of them free, and merge them with the runs they touch."""
         self._mark(start, end, free=True)
         index = bisect_right(self._starts, start)
         if index < len(self._starts) and self._starts[index] == end:
@@ -116,7 +114,9 @@ class PageAllocator:
 
 
 class UnitPool:
-    """A unit is free while nobody holds it. A sequence and checkpoints hold the same page of a tail."""
+    """This pool counts the holders of each unit: a sequence and checkpoints may hold the same page. A unit
+    that nobody holds is free.
+    """
 
     def __init__(self, num_units: int) -> None:
         self._allocator = PageAllocator(num_units)
@@ -134,10 +134,10 @@ class UnitPool:
         return self._allocator.free_pages
 
     def take(self, num_units: int) -> list[PageId]:
-        """Return units that nobody held, held once now.
+        """Allocate units, each with one holder.
 
         Raises:
-            NoCapacity: fewer are free; nothing is taken.
+            NoCapacity: fewer units are free; nothing is allocated.
         """
         units = self._allocator.allocate(num_units)
         for unit in units:
@@ -145,14 +145,18 @@ class UnitPool:
         return units
 
     def share(self, units: Sequence[PageId]) -> None:
-        """Hold each once more. Raises ProtocolError for one that is free."""
+        """Add one holder to each unit. It raises ProtocolError if a unit is free."""
         for unit in units:
             if not self._holders[unit]:
                 raise ProtocolError(f"unit {unit} is free and cannot be shared")
             self._holders[unit] += 1
 
     def drop(self, units: Sequence[PageId]) -> None:
-        """Hold each once less; what nobody holds any more is free. Raises ProtocolError for a free one."""
+        """Remove one holder of each unit, and free those left without.
+
+        Raises:
+            ProtocolError: a unit has no holder.
+        """
         last = []
         for unit in units:
             if not self._holders[unit]:

@@ -1,7 +1,7 @@
-"""A digest of each page's bytes, taken on both sides, tells whether it holds what its writer says it wrote.
+"""Both sides take a digest of each page's bytes, which shows whether a page holds what its writer wrote.
 
-    decode: is_sampled(room) --> the ticket wants digests
-    prefill: writes the pages, and digests them where it has them --> LANDED brings the digests
+    decode: is_sampled(room) --> the ticket asks for digests
+    prefill: writes the pages, and digests its own copy of them --> LANDED brings the digests
     decode: digests what landed --> differing_pages: none --> the pages enter the tree
                                                     some --> the transfer has failed
 
@@ -19,8 +19,10 @@ from services.values.rank import Room
 
 
 class ReadPages(Protocol):
-    """It yields the bytes of units of one's own pool of a group, each valid until the next is taken. Any
-    thread may call."""
+    """Such a callable yields the bytes of units of this rank's own pool of a group.
+
+    Each view is valid until the next one is taken. Any thread may call it.
+    """
 
     def __call__(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]: ...
 
@@ -29,21 +31,20 @@ _ROOMS = 2**64
 
 
 def is_sampled(room: Room, share: float) -> bool:
-    """Return whether a transfer is among the `share`, 0 to 1, that is checked: rooms are drawn at random."""
+    """Return whether a transfer is among the `share`, 0 to 1, that is checked. Its 64-bit name is random."""
     return room < share * _ROOMS
 
 
 def digest_of(page: memoryview) -> int:
-    """Return a digest of 64 bits."""
     return xxh3_64_intdigest(page)
 
 
 def differing_pages(
     digests: Sequence[int], groups: Sequence[Sequence[PageId]], read_pages: ReadPages
 ) -> tuple[tuple[int, PageId], ...]:
-    """Return those units, each with its group, whose bytes have another digest than the one at their place.
+    """Return (group, unit) of each unit whose bytes do not have the digest at its place in `digests`.
 
-    `groups` has the units of each group, in the layout's order; `digests` are of all of them in turn.
+    `groups` has the units of each group, in the layout's order; `digests` covers all of them in that order.
     """
     units = [(group, page) for group, pages in enumerate(groups) for page in pages]
     contents = chain.from_iterable(read_pages(pages, group) for group, pages in enumerate(groups))

@@ -1,4 +1,4 @@
-"""The prefix cache is the one owner of a rank's pages, and says what one sequence holds of them.
+"""The prefix cache owns all pages of a rank, and records which of them each sequence holds.
 
     page:      free --extend--> private --publish--> locked --close--> cached --evicted--> free
                                   |  \\                  \\<--open (matched)--/
@@ -34,21 +34,21 @@ class Hold(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class SequencePages:
-    """It is one sequence's hold on the pool. Everybody may read it; only PrefixCache writes it.
+    """This is what one sequence holds of the pool. All may read it; only PrefixCache writes it.
 
-    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size). Once the sequence is no longer
-    open, the table is empty.
+    Page i of `pages` holds positions [i * page_size, (i + 1) * page_size). The table is empty once the
+    sequence is no longer open.
     """
 
     pages: list[PageId]
-    prefix_len: int  # It counts tokens matched when opened, a multiple of page_size.
-    node: Node | None  # It is the deepest tree node held; None where there is no cache.
-    num_published: int  # The content of these leading pages is in the tree, on the path down to `node`.
-    # They are private pages among the published ones: the tree had their content already, on other pages.
+    prefix_len: int  # So many tokens were matched when it was opened, a multiple of page_size.
+    node: Node | None  # This is the deepest tree node that it holds; None if there is no cache.
+    num_published: int  # So many leading pages have their content in the tree, on the path to `node`.
+    # These are private pages among the published ones: the tree had the same content on other pages already.
     duplicates: list[PageId] = field(default_factory=list)
     hold: Hold = Hold.OPEN
     quarantined: list[PageId] = field(default_factory=list)
-    # What it does counts as this use of the tree's; None: as a new one each time.
+    # All that it does counts as this use of the tree; with None each action counts as a new use.
     used_at: float | None = None
 
     @property
@@ -67,9 +67,9 @@ class SequencePages:
 
 
 class PrefixCache:
-    """It has the allocator, the radix tree and the quarantine of one pool.
+    """This has the allocator, the radix tree and the quarantine of one pool.
 
-    Nothing is ever matched or published with `enabled` False; the pages are allocated all the same.
+    With `enabled` False nothing is matched or published, but pages are allocated all the same.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class PrefixCache:
     ) -> None:
         """`protected_share` of the pool, at most, is kept for prefixes that were requested more than once.
 
-        Whenever something must be evicted, `evict_ahead_pages` go on top: they merge with their neighbours,
-        so what is allocated next lies in fewer runs. `forget` is called with nodes with a checkpoint that go,
-        `lent` with pages that are allocated. By `clock`, in seconds, ages are told to other ranks.
+        Each eviction frees `evict_ahead_pages` more than it must: they merge with their neighbours, so that
+        what is allocated next lies in fewer runs. `forget` is called with each evicted node that has a
+        checkpoint, `lent` with pages that are allocated. `clock`, in seconds, serves to report ages to other
+        ranks.
         """
         self.num_pages = num_pages
         self.page_size = page_size
@@ -98,10 +99,10 @@ class PrefixCache:
         self._note_lent = lent
         self._allocator = PageAllocator(num_pages)
         self._tree = RadixTree(page_size, index_block, model, int(protected_share * num_pages), forget, clock)
-        self._sequences: set[SequencePages] = set()  # They are open or quarantined.
+        self._sequences: set[SequencePages] = set()  # These are open or quarantined.
         self._private_pages = 0
         self._quarantined_pages = 0
-        # These count since the start, of pages allocated several at a time: in how many pieces a delta lies.
+        # These count pages that were allocated several at a time, and their runs, which are a delta's pieces.
         self.lent_pages = 0
         self.lent_runs = 0
 
@@ -110,17 +111,14 @@ class PrefixCache:
 
     @property
     def num_open(self) -> int:
-        """Return how many sequences are neither closed nor in quarantine."""
         return sum(sequence.hold is Hold.OPEN for sequence in self._sequences)
 
     @property
     def available_pages(self) -> int:
-        """Return how many pages `extend` could allocate now: free and evictable."""
         return self._allocator.free_pages + self._tree.cached_pages
 
     @property
     def free_runs(self) -> int:
-        """Return how many runs of neighbouring free pages there are."""
         return self._allocator.num_free_runs
 
     def open(
@@ -132,10 +130,11 @@ class PrefixCache:
         protect: bool = True,
         idle_s: float | None = None,
     ) -> SequencePages:
-        """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock it.
+        """Begin a sequence on the longest cached prefix of `ids`, in whole pages, and lock that.
 
-        At most `max_prefix_tokens` are matched, rounded down to whole pages. Without `protect` that is no
-        second demand for them, until `protect` is called. With `idle_s` its use of the tree was so long ago.
+        At most `max_prefix_tokens` tokens are matched, rounded down to whole pages. Without `protect` this
+        does not count as a second request for them, until `protect` is called. With `idle_s` the use of the
+        tree counts as so many seconds ago.
         """
         used_at = None if idle_s is None else self._tree.use_times.number_at(idle_s)
         if self.enabled:
@@ -148,8 +147,7 @@ class PrefixCache:
         return sequence
 
     def protect(self, sequence: SequencePages, num_tokens: int | None = None) -> None:
-        """Note that what the sequence has published or matched, or its first tokens, have been requested
-        again."""
+        """Note a repeated request for what the sequence has matched or published, or for its first tokens."""
         self._require(sequence, Hold.OPEN, "protect the prefix of")
         node = sequence.node
         if num_tokens is not None:
@@ -165,18 +163,20 @@ class PrefixCache:
         max_prefix_tokens: int | None = None,
         before: Lookup | None = None,
     ) -> Lookup:
-        """Return what `open` would find; neither lock nor count as a use.
+        """Return what `open` would find; it does not lock, and does not count as a use.
 
-        With `before`, an earlier answer to the same question, only what has changed since is compared.
+        With `before`, an earlier answer to the same question, only what has changed since then is compared.
         """
         return self._tree.look_up(ids, salt, self._whole_pages(max_prefix_tokens), before)
 
     def match_len(self, ids: Sequence[int], salt: str) -> int:
-        """Return how many tokens of `ids` are cached, in whole pages; neither lock nor count as a use."""
         return self.look_up(ids, salt).cached_pages * self.page_size
 
     def own_pages(self, sequence: SequencePages) -> int:
-        """Return how many pages nobody else holds: they are available again when it ends. O(that many)."""
+        """Return how many pages only this sequence holds; they are available again when it ends.
+
+        The cost is proportional to that number.
+        """
         num_pages, node = sequence.num_private, sequence.node
         while node is not None and node.parent is not None and node.holders + node.locked_children == 1:
             num_pages += 1
@@ -186,10 +186,10 @@ class PrefixCache:
     def adopt(
         self, sequence: SequencePages, ids: Sequence[int], max_prefix_tokens: int | None = None
     ) -> None:
-        """Go on from the published pages with those that others have published since, as far as they reach.
+        """Continue the published pages by pages that others have published since, as far as those reach.
 
-        Private pages in their place are freed, so nobody may be writing or reading those. It costs one look
-        where there is nothing new.
+        The private pages in their place are freed, so nobody may be writing or reading these. It costs one
+        look-up if there is nothing new.
         """
         self._require(sequence, Hold.OPEN, "adopt for")
         if sequence.node is None:
@@ -206,8 +206,7 @@ class PrefixCache:
         self._free_private(replaced)
 
     def node_at(self, sequence: SequencePages, position: int) -> Node | None:
-        """Return the tree's node of the page that ends at `position`; None where nothing is published so
-        far."""
+        """Return the tree's node of the page that ends at `position`; None if that is not published."""
         depth, node = position // self.page_size, sequence.node
         if node is None or not 0 < depth <= sequence.num_published:
             return None
@@ -217,17 +216,17 @@ class PrefixCache:
         return node
 
     def make_room(self, num_pages: int) -> bool:
-        """Evict what must go for `num_pages` to be free; return False when so many are not available."""
+        """Evict until `num_pages` are free. Return False if so many are not available."""
         missing = min(num_pages, self.available_pages) - self._allocator.free_pages
         if missing > 0:
             self._evict(missing + self._evict_ahead_pages)
         return self._allocator.free_pages >= num_pages
 
     def extend(self, sequence: SequencePages, num_pages: int) -> bool:
-        """Append private pages to the table, evicting what must go.
+        """Append private pages to the table, and evict as needed.
 
         Returns:
-            False, with nothing changed, when fewer are available.
+            False, with nothing changed, if fewer pages are available.
         """
         self._require(sequence, Hold.OPEN, "extend")
         if num_pages > self.available_pages:
@@ -237,12 +236,12 @@ class PrefixCache:
         return True
 
     def extend_idle(self, sequence: SequencePages, num_pages: int, *, protected: bool) -> int:
-        """Append up to `num_pages` private pages to the table of a sequence that was opened as idle.
+        """Append up to `num_pages` private pages to the table of a sequence that was opened with `idle_s`.
 
-        For them nothing is evicted that was used since: of protected pages nothing without `protected`.
+        Only pages that were used before that time are evicted, and protected ones only with `protected`.
 
         Returns:
-            How many there were.
+            The number of pages appended.
         """
         self._require(sequence, Hold.OPEN, "extend")
         assert sequence.used_at is not None
@@ -263,7 +262,7 @@ class PrefixCache:
             self.lent_runs += len(runs_of(lent))
 
     def shorten(self, sequence: SequencePages, num_pages: int) -> None:
-        """Free its private pages behind the first `num_pages`: nothing is in them that anybody needs.
+        """Free its private pages behind the first `num_pages`, whose content nobody needs.
 
         Raises:
             ProtocolError: the sequence is not open, or has published one of them.
@@ -278,13 +277,13 @@ class PrefixCache:
     def publish(self, sequence: SequencePages, ids: Sequence[int], *, keep_duplicates: bool = True) -> None:
         """Put the full pages of `ids` into the tree, held by the sequence.
 
-        `ids` are all tokens whose KV is in the sequence's pages so far, from position 0. Calls may
-        repeat with growing ids; each costs only what is new. Of pages whose content the tree had already
-        the sequence keeps its own until the end, for they may be the source of a transfer; without
-        `keep_duplicates` it goes on with the tree's, and its own are freed.
+        `ids` are all tokens whose KV is in the sequence's pages so far, from position 0. Calls may repeat
+        with growing ids; each costs only what is new. If the tree had a page's content already, the sequence
+        keeps its own page until its end, because that may be the source of a transfer. Without
+        `keep_duplicates` it goes on with the tree's page, and its own is freed.
 
         Raises:
-            ProtocolError: there are more tokens than pages to hold them.
+            ProtocolError: there are more tokens than its pages can hold.
         """
         self._require(sequence, Hold.OPEN, "publish")
         if len(ids) > len(sequence.pages) * self.page_size:
@@ -306,7 +305,7 @@ class PrefixCache:
             self._free_private(inserted.duplicates)
 
     def close(self, sequence: SequencePages) -> None:
-        """Give everything back: published pages stay cached, private ones are free.
+        """Give everything back: published pages stay cached, private ones are freed.
 
         Raises:
             ProtocolError: the sequence is not open.
@@ -316,7 +315,7 @@ class PrefixCache:
         self._end(sequence)
 
     def quarantine(self, sequence: SequencePages) -> None:
-        """Give the sequence up while a writer may still write its private pages.
+        """End the sequence while another rank may still write its private pages, and keep those from reuse.
 
         Raises:
             ProtocolError: the sequence is not open.
@@ -327,9 +326,9 @@ class PrefixCache:
         self._quarantined_pages += len(sequence.quarantined)
 
     def set_aside(self, sequence: SequencePages, num_pages: int) -> SequencePages:
-        """Cut its private pages behind the first `num_pages` out of its table: a writer may still write them.
+        """Move its private pages behind the first `num_pages` into quarantine: a writer may still write them.
 
-        The sequence goes on without them. `end_quarantine` of what is returned frees them.
+        The sequence goes on without them. `end_quarantine` of the returned object frees them.
 
         Raises:
             ProtocolError: the sequence is not open, or has published one of them.
@@ -346,7 +345,7 @@ class PrefixCache:
         return aside
 
     def end_quarantine(self, sequence: SequencePages) -> None:
-        """Free the quarantined pages: the writer is known to have stopped.
+        """Free the quarantined pages, once the writer is known to have stopped.
 
         Raises:
             ProtocolError: the sequence is not in quarantine.
@@ -358,24 +357,20 @@ class PrefixCache:
         self._end(sequence)
 
     def next_to_go(self) -> list[Node]:
-        """Return the unlocked leaves, about as they would be evicted; it is no use of them."""
+        """Return the unlocked leaves in about the order of their eviction. This does not count as a use."""
         return sorted(self._tree.leaves(), key=lambda leaf: (leaf.protected, leaf.last_use))
 
     def clear(self) -> None:
-        """Evict every page that nobody holds."""
         self._evict(self._tree.cached_pages)
 
     def idle_prefixes(self) -> list[IdlePrefix]:
-        """Return what is cached and not in use, by its ends; neither lock nor count as a use."""
         page_size, times = self.page_size, self._tree.use_times
         return [idle_prefix(leaf, page_size, times.idle_s(leaf.last_use)) for leaf in self._tree.leaves()]
 
     def take_events(self) -> CacheEvents:
-        """Return what the tree gained and lost, in index blocks, since the last call."""
         return self._tree.take_events()
 
     def books(self) -> PageBooks:
-        """Return the running counts, in O(1)."""
         return PageBooks(
             total=self.num_pages,
             free=self._allocator.free_pages,
@@ -389,7 +384,7 @@ class PrefixCache:
         """Walk every page, node and sequence, and return the books.
 
         Raises:
-            AssertionError: a page is in two places or in none, a lock or a count is wrong.
+            AssertionError: a page is in two places or in none, or a lock or a count is wrong.
         """
         self._tree.check(
             Counter(
@@ -464,8 +459,6 @@ class PrefixCache:
 
 
 def _check_table(sequence: SequencePages) -> None:
-    """Check that every published page of the table is on the path that the sequence holds, or its own
-    duplicate."""
     duplicates = set(sequence.duplicates)
     node = sequence.node
     for page in reversed(sequence.pages[: sequence.num_published]):

@@ -1,21 +1,21 @@
-"""A radix tree has what a pool has cached, as a tree of token pages per cache salt.
+"""A radix tree holds what is cached in a pool, as one tree of token pages per cache salt.
 
-A node is one page: its key is the page's tokens, its path from the root the whole prefix. A cached page
-lives so:
+A node is one page: its key is the page's tokens, and its path from the root is the whole prefix. These are
+the states of a cached page:
 
-    insert --> cached <==> locked          lock and unlock: by sequences that read it
+    insert --> cached <==> locked          sequences that read it lock and unlock it
                  |
                evict --> given back        least recently used leaf first, never a locked one
 
-A page that was asked for twice, by who brought it and by a match, is protected: leaves that are not go
-first, as long as the unlocked protected pages are no more than their share. Above it age alone decides. So
-prompts that come once do not wash out those that come again, and what was hot once does not stay for ever
-(a segmented LRU, after Karedla, Love and Wherry 1994, without their demotion).
+A page that was requested twice, by the sequence that inserted it and by a match, is protected: other leaves
+are evicted first, as long as the unlocked protected pages are no more than their share. Above that share age
+alone decides. So prompts that come once do not displace those that come again, and a prefix that was popular
+once does not stay for ever (a segmented LRU, after Karedla, Love and Wherry 1994, without their demotion).
 
 Rule 1: a locked node's ancestors are locked. So an unlocked node has no locked descendant, and every
         unlocked page can be evicted, leaf upward.
-Rule 2: a use of a node is a use of its ancestors, yet only the deepest node of a path is stamped. A leaf
-        that goes hands its stamp up, which is early enough: only leaves are compared.
+Rule 2: a use of a node is a use of its ancestors, but only the deepest node of a path is stamped. A leaf that
+        is evicted hands its stamp to its parent, which is early enough: only leaves are compared.
 Rule 3: a match through a node goes through its ancestors. So a protected node's ancestors are protected.
 """
 
@@ -37,27 +37,27 @@ class Scope:
     """Sequences of one scope may share pages."""
 
     salt: str
-    seed: int  # It is the block hashes' seed.
+    seed: int  # This is the seed of the block hashes.
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """It is one page of a prefix, or a scope's root (parent None, no page). Only RadixTree writes it."""
+    """This is one page of a prefix, or the root of a scope (no parent, no page). Only RadixTree writes it."""
 
     scope: Scope
     parent: "Node | None" = None
-    key: bytes = b""  # It has the page's tokens, packed.
+    key: bytes = b""  # These are the page's tokens, packed.
     page: PageId = _NO_PAGE
-    depth: int = 0  # It counts pages from the root down to here, this one included.
+    depth: int = 0  # This counts the pages from the root to here, this one included.
     children: "dict[bytes, Node]" = field(default_factory=dict)
-    holders: int = 0  # It counts locks of which this is the deepest node.
+    holders: int = 0  # This counts the locks whose deepest node this is.
     locked_children: int = 0
-    last_use: float = 0  # It counts as the deepest node of a path (Rule 2).
-    protected: bool = False  # It was requested twice.
+    last_use: float = 0  # This is its last use as the deepest node of a path (Rule 2).
+    protected: bool = False  # The page was requested twice.
     queued: bool = False  # It stands in one of the eviction heaps.
     resumable: bool = False  # It has a checkpoint (resume_points.py).
-    block_hash: BlockHash | None = None  # It is set where an index block is complete.
-    tier_key: bytes = b""  # It names the block that ends here below the pool, once somebody has asked.
+    block_hash: BlockHash | None = None  # This is set where an index block ends.
+    tier_key: bytes = b""  # The tiers know the block that ends here by it; it is set at its first use.
 
     @property
     def locked(self) -> bool:
@@ -69,7 +69,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """It has the deepest node that matched (the root where nothing did) and the pages down to it."""
+    """`node` is the deepest node that matched (the root if none did), and `pages` lead down to it."""
 
     node: Node
     pages: list[PageId]
@@ -77,9 +77,9 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """The tree owns `taken` now; for `duplicates` it had the same content and left them alone.
+    """The tree owns `taken` now. It already had the content of `duplicates`, which stay with the caller.
 
-    `pages` are the tree's for all the tokens inserted.
+    `pages` are the tree's pages of all inserted tokens.
     """
 
     node: Node
@@ -90,40 +90,39 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """It says how many pages of a prompt are cached, and how many of those are locked by somebody."""
+    """This counts the pages of a prompt that are cached, and those of them that are locked."""
 
     cached_pages: int
     locked_pages: int
-    deepest: Node | None = field(default=None, compare=False, repr=False)  # A later look goes on from it.
+    deepest: Node | None = field(default=None, compare=False, repr=False)  # A later look-up begins there.
 
 
 _LEAST_BETWEEN_S = 0.1
 _MOST_NOTED = 4096
-# So many uses are said to have been before the start, for what comes from a rank that is older: the first 460
-# days ago, each of the others a fiftieth closer.
+# So many uses are assumed before the start, for prefixes that come from a rank which is older: the first one
+# 460 days ago, and each next one a fiftieth closer.
 _USES_BEFORE = 1000
 _CLOSER = 1.02
 _MOST_SHARE = 1 - 2**-20
 
 
 class UseTimes:
-    """It tells when uses were, which a tree only counts: to a tenth of a second, long ago less exactly.
+    """This maps the numbers of a tree's uses to times: to a tenth of a second, and less exactly long ago.
 
-    Between two uses is time without any, and a number between theirs stands for a moment in it.
+    A number between those of two uses stands for a moment between them.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.number = float(_USES_BEFORE)  # It is that of the newest use.
-        # They ascend: the use with that number was in that second, and those behind it until the next right
-        # after it.
+        self.number = float(_USES_BEFORE)  # This is the number of the newest use.
+        # Both ascend. A use with one of these numbers was at the second of the same index; the uses after it,
+        # up to the next entry, followed right away.
         self._numbers = [float(number) for number in range(_USES_BEFORE + 1)]
         start_s = clock()
         before = (_LEAST_BETWEEN_S * _CLOSER**place for place in range(_USES_BEFORE, 0, -1))
         self._seconds = [*(start_s - idle_s for idle_s in before), start_s]
 
     def count(self) -> float:
-        """Count a use, and return its number."""
         self.number += 1
         now_s = self._clock()
         if now_s - self._seconds[-1] >= _LEAST_BETWEEN_S:
@@ -135,7 +134,7 @@ class UseTimes:
         return self.number
 
     def idle_s(self, number: float) -> float:
-        """Return how long ago that was, or a little longer."""
+        """Return how many seconds ago the use with this number was, rounded up."""
         at = bisect_right(self._numbers, number) - 1
         second, share = self._seconds[at], number % 1
         if share and at + 1 < len(self._seconds):
@@ -143,7 +142,7 @@ class UseTimes:
         return self._clock() - second
 
     def number_at(self, idle_s: float) -> float:
-        """Return what stands for that moment, or one a little earlier."""
+        """Return a number that stands for the moment `idle_s` seconds ago, or one a little earlier."""
         self.count()
         second = self._clock() - idle_s
         at = max(0, bisect_right(self._seconds, second) - 1)
@@ -154,14 +153,12 @@ class UseTimes:
         return self._numbers[at + 1] - 1 + min(share, _MOST_SHARE)
 
 
-# An entry is (last use when pushed, page, node). It may be out of date (the node was used since, locked,
-# grown or protected), which is put right when it comes to the front.
+# An entry is (last use when pushed, page, node). It is outdated if the node was used, locked, protected or
+# given children since; this is corrected when the entry comes to the front.
 _Heap = list[tuple[float, PageId, Node]]
 
 
 class RadixTree:
-    """It owns the page ids inserted, until `evict` returns them."""
-
     def __init__(
         self,
         page_size: int,
@@ -171,20 +168,23 @@ class RadixTree:
         forget: Callable[[Node], None] = lambda node: None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`forget` is called with each node that goes and has a checkpoint. Eviction is by age alone where
-        `protected_share_pages` is 0. By `clock`, in seconds, ages are told to other ranks."""
+        """`forget` is called with each evicted node that has a checkpoint.
+
+        With `protected_share_pages` 0 age alone decides on evictions. `clock`, in seconds, serves to report
+        ages to other ranks.
+        """
         if page_size < 1 or index_block < 1 or index_block % page_size:
             raise ConfigError(f"index block {index_block} must be a multiple of page size {page_size}")
         self.page_size = page_size
         self._pages_per_block = index_block // page_size
         self._model = model
-        self._roots: dict[str, Node] = {}  # There are no idle ones: a root has children or is locked.
+        self._roots: dict[str, Node] = {}  # Each of these roots has children or is locked.
         self.use_times = UseTimes(clock)
-        self._cached_pages = 0
+        self._cached_pages = 0  # This counts unlocked pages, all of which can be evicted.
         self._locked_pages = 0
         self._protected_share_pages = protected_share_pages
-        self._protected_pages = 0  # It counts unlocked ones.
-        # Every unlocked leaf stands once in one of the two.
+        self._protected_pages = 0  # This counts unlocked ones.
+        # Every unlocked leaf is once in one of the two.
         self._leaves: _Heap = []
         self._protected_leaves: _Heap = []
         self._forget = forget
@@ -195,7 +195,6 @@ class RadixTree:
 
     @property
     def cached_pages(self) -> int:
-        """Return how many pages are unlocked; all of them can be evicted."""
         return self._cached_pages
 
     @property
@@ -203,20 +202,19 @@ class RadixTree:
         return self._locked_pages
 
     def root(self, salt: str) -> Node:
-        """Return the scope's root. It may be forgotten while it has neither children nor a lock."""
+        """Return the scope's root. The tree may forget it while it has neither children nor a lock."""
         root = self._roots.get(salt)
         if root is None:
             root = self._roots[salt] = Node(Scope(salt, scope_seed(self._model, salt)))
         return root
 
     def match(self, ids: Sequence[int], salt: str, max_pages: int | None = None) -> Match:
-        """Return the longest cached prefix of `ids` in whole pages; count a use of it and protect it."""
+        """Return the longest cached prefix of `ids` in whole pages. This counts as a use and protects it."""
         match = self.match_below(self.root(salt), ids, 0, max_pages)
         self.protect(match.node)
         return match
 
     def protect(self, node: Node) -> None:
-        """Note that the path down to `node` has been requested again."""
         while node.parent is not None and not node.protected:
             node.protected = True
             self._protected_pages += not node.locked
@@ -232,8 +230,8 @@ class RadixTree:
     ) -> Match:
         """Return the longest cached continuation of `node` by ids[start:].
 
-        It counts as a use, now or with the number `used_at`, but not as a second demand: who asks has come
-        while it was computed.
+        This counts as a use, now or with the number `used_at`, but not as a second request: the one who asks
+        came while it was being computed.
         """
         path = list(self._descend(node, ids, max_pages, start))
         deepest = path[-1] if path else node
@@ -243,9 +241,9 @@ class RadixTree:
     def look_up(
         self, ids: Sequence[int], salt: str, max_pages: int | None = None, before: Lookup | None = None
     ) -> Lookup:
-        """Return what `match` would find, without a use.
+        """Return what `match` would find, without counting a use.
 
-        With `before`, an earlier answer to the same question, only what has changed since is compared.
+        With `before`, an earlier answer to the same question, only what has changed since then is compared.
         """
         node = self._roots.get(salt)
         if before is not None:
@@ -260,7 +258,7 @@ class RadixTree:
     def insert(
         self, under: Node, ids: Sequence[int], pages: Sequence[PageId], used_at: float | None = None
     ) -> Inserted:
-        """Add the pages that hold `ids`, the tokens that follow `under`; counts as a use, as in match_below.
+        """Add the pages that hold `ids`, the tokens that follow `under`. This is a use, as in `match_below`.
 
         Raises:
             ProtocolError: `ids` do not fill `pages` exactly.
@@ -282,7 +280,7 @@ class RadixTree:
         return Inserted(node, in_tree, taken, duplicates)
 
     def lock(self, node: Node) -> None:
-        """Hold the path down to `node`. It is O(1) below a path that is locked already, else O(depth)."""
+        """Lock the path down to `node`. This costs O(1) below a locked path, and otherwise O(depth)."""
         newly_locked = not node.locked
         node.holders += 1
         while newly_locked and node.parent is not None:
@@ -294,10 +292,10 @@ class RadixTree:
             node.locked_children += 1
 
     def unlock(self, node: Node, used_at: float | None = None) -> None:
-        """Undo one `lock(node)`; counts as a use, as in match_below.
+        """Undo one `lock(node)`. This is a use, as in `match_below`.
 
         Raises:
-            ProtocolError: nobody holds `node`.
+            ProtocolError: `node` is not locked.
         """
         if node.holders == 0:
             raise ProtocolError(f"{node} is unlocked more often than locked")
@@ -313,7 +311,7 @@ class RadixTree:
         self._forget_idle_root(node)
 
     def evict(self, num_pages: int) -> list[PageId]:
-        """Remove up to `num_pages` unlocked pages and give them back; the module's head says which."""
+        """Remove up to `num_pages` unlocked pages, in the order given above, and return them."""
         pages: list[PageId] = []
         while len(pages) < num_pages and (leaf := self._pop_next_leaf()) is not None:
             self._remove(leaf)
@@ -321,9 +319,9 @@ class RadixTree:
         return pages
 
     def evict_older(self, num_pages: int, used_at: float, *, protected: bool) -> list[PageId]:
-        """Remove up to `num_pages` unlocked pages last used before the use `used_at`, and give them back.
+        """Remove up to `num_pages` unlocked pages that were last used before the use `used_at`; return them.
 
-        Protected ones go only where `protected`, after all others.
+        Protected pages go only with `protected`, and after all others.
         """
         pages: list[PageId] = []
         for heap in (self._leaves, self._protected_leaves)[: 1 + protected]:
@@ -335,16 +333,14 @@ class RadixTree:
         return pages
 
     def leaves(self) -> Iterator[Node]:
-        """Yield the unlocked nodes without children: the ends of what is cached and not in use."""
-        queued = chain(self._leaves, self._protected_leaves)  # All unlocked leaves stand in one of the two.
+        queued = chain(self._leaves, self._protected_leaves)  # All unlocked leaves are in one of the two.
         return (node for _, _, node in queued if not (node.children or node.locked))
 
     def take_events(self) -> CacheEvents:
-        """Return what was stored and removed since the last call, parents stored before their children."""
+        """Return what was stored and removed since the last call; parents are stored before children."""
         return CacheEvents(*self._events.take())
 
     def nodes(self) -> Iterator[Node]:
-        """Yield every page's node, parents first; roots are left out."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
@@ -353,10 +349,10 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def check(self, holders: Mapping[Node, int]) -> None:
-        """Walk everything; `holders` says how many locks each node should have.
+        """Walk everything; `holders` has the number of locks that each node should have.
 
         Raises:
-            AssertionError: what is wrong, and with which node.
+            AssertionError: something is wrong; the message names the node.
         """
         entries = [*self._leaves, *self._protected_leaves]
         queued = {node for _, _, node in entries}
@@ -387,7 +383,7 @@ class RadixTree:
         num_pages = (len(ids) - start) // self.page_size
         if max_pages is not None:
             num_pages = min(num_pages, max_pages)
-        # It is packed page by page: a match that ends early costs no more than what it matched.
+        # Packing page by page keeps a match that ends early cheap.
         for first in range(start, start + num_pages * self.page_size, self.page_size):
             yield pack_tokens(ids[first : first + self.page_size])
 
@@ -449,7 +445,7 @@ class RadixTree:
         return self._protected_leaves if node.protected else self._leaves
 
     def _pop_next_leaf(self) -> Node | None:
-        plain = self._front(self._leaves)  # It comes first, for this may move entries to the other heap.
+        plain = self._front(self._leaves)  # This comes first, because it may move entries to the other heap.
         protected = self._front(self._protected_leaves)
         if plain is None or (protected is not None and self._competes(protected, plain)):
             leaf = protected
@@ -461,12 +457,10 @@ class RadixTree:
         return leaf
 
     def _competes(self, protected: Node, plain: Node) -> bool:
-        """Return whether a protected leaf goes before one that is not: the share is exceeded, and it is
-        older."""
+        """Return whether a protected leaf goes first: the share is exceeded, and it is the older one."""
         return self._protected_pages > self._protected_share_pages and protected.last_use < plain.last_use
 
     def _front(self, heap: _Heap) -> Node | None:
-        """Return the oldest leaf of a heap, once entries that are out of date have been put right."""
         while heap:
             last_use, _, node = heap[0]
             in_place = self._heap_of(node) is heap and last_use == node.last_use
@@ -483,7 +477,6 @@ class RadixTree:
 
 
 def _nearest_cached(node: Node | None) -> Node | None:
-    """Return `node`, or where it was evicted the nearest one above that was not; None when that is a root."""
     while node is not None and node.parent is not None:
         if node.parent.children.get(node.key) is node:
             return node
@@ -492,7 +485,7 @@ def _nearest_cached(node: Node | None) -> Node | None:
 
 
 def _locked_depth(node: Node) -> int:
-    """Count the locked pages on the path down to `node`: the first ones, for a lock holds all above it."""
+    """Count the locked pages on the path down to `node`. By Rule 1 these are the first ones."""
     while node.parent is not None and not node.locked:
         node = node.parent
     return node.depth

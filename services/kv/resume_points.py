@@ -1,19 +1,19 @@
-"""A rank can go on computing from checkpoints: states and tails, kept beside nodes of the radix tree.
+"""A rank can resume computing from checkpoints: states and tails, kept beside nodes of the radix tree.
 
     attention's pages   [ block | block | block | block | block )    h: as far as they match
     checkpoints                   *               *                  r: the deepest one at or above h
 
-A sequence's computing is cut into scans, and at borders of which it keeps a checkpoint. A point saves what
-would be computed to come to it from the next one above. It is evicted by what it saves, how often, for the
-bytes it holds, and how long ago it was of use: GreedyDual-Size-Frequency (Cherkasova 1998); Marconi (arXiv
-2411.19379) weighs much the same way. It dies with its node.
+Recurrent layers compute a prompt in scans, and a sequence keeps checkpoints at some of the scans' borders. A
+checkpoint saves the work of computing up to it from the next checkpoint above. Eviction weighs this saving
+and how often it is used against the bytes held and the time since the last use: GreedyDual-Size-Frequency
+(Cherkasova 1998); Marconi (arXiv 2411.19379) weighs much the same way. A checkpoint is dropped with its node.
 
-    a conversation   * ------ * ------ *             who went on to the next point does not come back
+    a conversation   * ------ * ------ *             who went on to the next checkpoint does not come back
     a branch         * --+--- *                      the next prompt that begins so goes on from the first
                          +--- *
 
-So a point that has been passed is worth what others make of it, and one below which two have gone their ways
-is kept for a third.
+So once a sequence has kept a checkpoint further down, the one above counts only the uses that others make of
+it. A checkpoint below which two sequences have branched is kept for a third one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,20 +27,19 @@ from services.kv.block_hash import BlockLedger
 from services.kv.radix_tree import Node
 from services.values.kv import PageId
 
-_MOST_SCANNED = 64  # Delta nets scan as many tokens, and Mamba-2 takes longer with more.
+_MOST_SCANNED = 64  # Delta nets scan this many tokens, and Mamba-2 is slower with more.
 
 
 def scan_tokens(index_block: int) -> int:
-    """Return how many tokens of a prompt recurrent layers compute at once: from a multiple of it to the next.
+    """Return how many tokens recurrent layers compute at once, from one multiple of it to the next.
 
-    The length of a scan decides how it rounds. So it must follow from the prompt: neither from what else a
-    step computes, nor from where the sequence went on, which is a border of the index.
+    The length of a scan decides how results are rounded. So it must depend on the prompt alone: neither on
+    what else a step computes, nor on where the sequence was resumed, which is a border of the index.
     """
     return gcd(index_block, _MOST_SCANNED)
 
 
 def scans(start: int, end: int, tokens: int) -> Iterator[range]:
-    """Cut [start, end) at multiples of `tokens`."""
     while start < end:
         border = min(end, (start // tokens + 1) * tokens)
         yield range(start, border)
@@ -48,11 +47,11 @@ def scans(start: int, end: int, tokens: int) -> Iterator[range]:
 
 
 def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, stride: int) -> list[int]:
-    """Return ascending positions, all beyond `resumed`:
+    """Return the positions, all beyond `resumed` and ascending, at which to keep checkpoints:
 
-    the last border of the ids     the next turn of the conversation goes on from there
+    the last border of the ids     the next turn of the conversation resumes there
     where `matched` ends           another prompt has branched off there, and a third one may
-    about every `stride` tokens    a long prompt is not computed from its start by who shares half of it
+    about every `stride` tokens    a prompt that shares half of a long one is not computed from its start
     """
     last, stride = (num_tokens - 1) // block * block, -(-stride // block) * block
     borders = {last, *range(stride, last, stride)}
@@ -62,9 +61,9 @@ def borders_to_keep(resumed: int, matched: int, num_tokens: int, block: int, str
 
 
 def shared_border(ids: Sequence[int], other: Sequence[int], block: int, known: int = 0) -> int:
-    """Return the last border up to which both are the same, and after which each has at least one more id.
+    """Return the last border up to which both are equal and after which each has at least one more id.
 
-    Up to the border `known` they are known to be.
+    The caller knows that they are equal up to the border `known`.
     """
     end = (min(len(ids), len(other)) - 1) // block * block
     border = known
@@ -80,26 +79,25 @@ class Valued(Protocol):
 
 T = TypeVar("T", bound=Valued)
 
-_STALE = 64  # So many entries out of date are not worth a tidying.
+_STALE = 64  # So few outdated entries are not worth removing.
 
 
 class EvictionOrder(Generic[T]):
-    """The first that was added goes first of equals. A worth may rise unsaid; `sink` must be called where it
-    falls.
+    """This yields the item of least worth; of equals the one that was added first.
 
-    Each has one entry in force, with the worth it had then: no more than it has now.
+    The worth of an item may rise unnoticed, but `sink` must be called when it falls. Each item has one entry
+    in force, with its worth at that time, which is no more than its worth now.
     """
 
     def __init__(self) -> None:
         self._in_force: dict[T, tuple[float, int]] = {}
-        self._heap: list[tuple[float, int, T]] = []  # It has those in force, and others.
+        self._heap: list[tuple[float, int, T]] = []  # This has the entries in force, and outdated ones.
         self._serials = count()
 
     def add(self, item: T) -> None:
         self._push(item, next(self._serials))
 
     def sink(self, item: T) -> None:
-        """Note that it may be worth less than before."""
         worth, serial = self._in_force[item]
         if item.worth < worth:
             self._push(item, serial)
@@ -122,7 +120,6 @@ class EvictionOrder(Generic[T]):
         return None
 
     def check(self) -> None:
-        """Raises AssertionError where somebody is not found in time."""
         entries = set(self._heap)
         for item, (worth, serial) in self._in_force.items():
             assert worth <= item.worth, f"{item} is worth {item.worth} and stands at {worth}"
@@ -135,11 +132,11 @@ class EvictionOrder(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPoint:
-    """It is what is needed to go on at `position`: one hold on each of its units."""
+    """This holds what is needed to go on at `position`, with one hold on each of its units."""
 
-    position: int  # It counts tokens, a multiple of the index block.
+    position: int  # This is in tokens, a multiple of the index block.
     slot: PageId | None  # It is None where nothing is recurrent.
-    tails: tuple[tuple[PageId, ...], ...]  # They are by windowed group, from its tail's first page on.
+    tails: tuple[tuple[PageId, ...], ...]  # These are by windowed group, from the tail's first page on.
 
 
 @dataclass(slots=True, eq=False)
@@ -147,14 +144,14 @@ class _KeptPoint:
     node: Node
     point: SavedPoint
     size_bytes: int
-    above: "_KeptPoint | None" = field(repr=False)  # It is the next one above.
-    below: "set[_KeptPoint]" = field(repr=False)  # This one is the next above them.
-    age: float  # It is the store's when it was last of use.
-    uses: int = 1  # It is expected to be of so many, as far as what is past tells.
-    passed: bool = False  # There has been a checkpoint below it.
+    above: "_KeptPoint | None" = field(repr=False)  # This is the nearest checkpoint above.
+    below: "set[_KeptPoint]" = field(repr=False)  # This one is the nearest above each of them.
+    age: float  # This was the store's age at the last use.
+    uses: int = 1  # So many uses are expected, judged by past ones.
+    passed: bool = False  # There is, or was, a checkpoint below it.
 
     def pass_by(self, resumed: int) -> None:
-        """Note that who went on from `resumed` has a checkpoint below: a use that it was kept for is past."""
+        """Note that a sequence resumed at `resumed` has a checkpoint below: one expected use is over."""
         if not self.passed:
             past = 2 if resumed == self.point.position else 1
             self.passed, self.uses = True, max(0, self.uses - past)
@@ -181,14 +178,14 @@ class _KeptPoint:
 
 @dataclass(slots=True)
 class ResumePoints:
-    """There is at most one a node. `drop` is called with each that is let go of."""
+    """There is at most one checkpoint per node. `drop` is called with each one that is removed."""
 
     drop: Callable[[SavedPoint], None]
     events: BlockLedger = field(default_factory=BlockLedger)
     _kept: dict[Node, _KeptPoint] = field(default_factory=dict)
     _order: EvictionOrder[_KeptPoint] = field(default_factory=EvictionOrder)
     evictions: int = 0
-    _age: float = 0.0  # It is the worth of what was evicted last.
+    _age: float = 0.0  # This is the worth of what was evicted last.
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -197,9 +194,9 @@ class ResumePoints:
         return (kept.point for kept in self._kept.values())
 
     def keep(self, node: Node, point: SavedPoint, size_bytes: int, resumed: int = 0) -> None:
-        """Let sequences go on at `node` from now on. A node that has a checkpoint keeps that one.
+        """Keep a checkpoint at `node`; if the node has one already, drop the new one.
 
-        `resumed` is the position that the sequence itself went on from, in tokens.
+        `resumed` is the position, in tokens, from which the sequence itself was resumed.
         """
         if (kept := self._kept.get(node)) is not None:
             self._touch(kept)
@@ -219,12 +216,11 @@ class ResumePoints:
             self.events.note(node.block_hash, stored=True)
 
     def deepest(self, node: Node | None) -> SavedPoint | None:
-        """Return the deepest checkpoint on the path down to `node`, without a use."""
+        """Return the deepest checkpoint on the path down to `node`. This does not count as a use."""
         kept = self._deepest(node)
         return kept.point if kept is not None else None
 
     def use(self, node: Node | None) -> SavedPoint | None:
-        """Return what `deepest` does, and count it as a use."""
         kept = self._deepest(node)
         if kept is None:
             return None
@@ -232,7 +228,7 @@ class ResumePoints:
         return kept.point
 
     def evict(self, spared: SavedPoint | None = None) -> bool:
-        """Let go of the one that is worth least, but for `spared`; return False where there is none."""
+        """Drop the checkpoint of least worth, except `spared`. Return False if there is none."""
         if (least := self._least(spared)) is None:
             return False
         self._age = max(self._age, least.worth)
@@ -241,7 +237,6 @@ class ResumePoints:
         return True
 
     def forget(self, node: Node) -> None:
-        """Drop the node's checkpoint, evicted or with its node."""
         gone = self._kept.pop(node)
         node.resumable = False
         gone.take_out()
@@ -251,7 +246,6 @@ class ResumePoints:
         self.drop(gone.point)
 
     def check(self) -> None:
-        """Raises AssertionError where one is at a node that does not know of it, or its worth is wrong."""
         for node, kept in self._kept.items():
             assert node.resumable, f"{node} has a resume point and does not know"
             assert kept.above is self._kept_above(node), f"{node}: {kept.above} is not the next one above"
@@ -280,8 +274,6 @@ class ResumePoints:
         return self._kept[node] if node is not None else None
 
     def _nearest_below(self, node: Node) -> Iterator[_KeptPoint]:
-        """Yield those next below. It costs the pages down to them: nothing where nobody has gone on from
-        `node`."""
         stack = list(node.children.values())
         while stack:
             lower = stack.pop()

@@ -1,13 +1,14 @@
-"""A draft model's KV may hold fewer tokens of each page than the target's. This is pure.
+"""A draft model's KV may cover fewer tokens of each page than the target's. This module does no I/O.
 
-That KV is a shadow: a pool of its own with the same page ids, allocated with the target's pages and by nobody
-else. So a page may have the target's KV, and the draft's of none or some of its tokens:
+The draft's KV is a shadow of the target's: it has a pool of its own with the same page ids, which are
+allocated only together with the target's pages. So a page that has the target's KV may have the draft's KV of
+none, some or all of its tokens:
 
-    page:      allocated, or anew --> 0 tokens --computed, received--> the first ones --> all
-    drafts:    foreseen --ids come true--> as if computed
-                        \\-> others came: computed anew
+    page:      allocated (again) --> 0 tokens --computed, received--> the first ones --> all
+    drafts:    foreseen --the target chose the same ids--> as if computed
+                        \\-> it chose others: computed anew
 
-What is wrong here costs drafts that come true, never a token: the target chooses.
+A mistake here makes fewer drafts right, and never changes a token, because the target chooses.
 """
 
 from array import array
@@ -21,30 +22,28 @@ from services.values.kv import PageId
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    start: int  # It is the position of the first.
+    start: int  # This is the position of the first id.
     ids: tuple[int, ...]
 
 
 class ShadowValidity:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._page_size = page_size
-        self._tokens = np.zeros(num_pages, np.int64)  # It has by page how many it holds, from its first on.
-        self._foreseen: dict[
-            PageId, _Foreseen
-        ] = {}  # It goes by the page of the first, which is nobody else's, for it is open.
+        self._tokens = np.zeros(num_pages, np.int64)  # This counts the valid leading tokens of each page.
+        # The key is the page of the first draft. No other sequence has it, because it is not full yet.
+        self._foreseen: dict[PageId, _Foreseen] = {}
 
     def __repr__(self) -> str:
         return f"ShadowValidity(tokens={int(self._tokens.sum())} foreseen={len(self._foreseen)})"
 
     def lent(self, pages: Sequence[PageId]) -> None:
-        """Forget what was in these pages: somebody else has them now."""
         self._tokens[list(pages)] = 0
         for page in pages:
             self._foreseen.pop(page, None)
 
     def valid_len(self, pages: Sequence[PageId]) -> int:
-        """Return how many leading tokens of a sequence with these pages it holds without a gap."""
-        # This takes half the time of a list.
+        """Return how many leading tokens of a sequence with these pages have draft KV, without a gap."""
+        # An array takes half the time of a list here.
         tokens = self._tokens[np.frombuffer(array("q", pages), np.int64)]
         partial = np.flatnonzero(tokens < self._page_size)
         if not len(partial):
@@ -53,29 +52,25 @@ class ShadowValidity:
         return first * self._page_size + int(tokens[first])
 
     def lacking(self, pages: Sequence[PageId], start: int, end: int) -> range:
-        """Return what of [start, end) is to be computed; nothing where what comes before `start` is not
-        there."""
+        """Return the part of [start, end) to compute; it is empty if tokens before `start` are missing."""
         valid = self.valid_len(pages)
         return range(min(valid, end), end) if valid >= start else range(0)
 
     def computed(self, pages: Sequence[PageId], start: int, end: int) -> None:
-        """Note that it holds [start, end) now, as it did before what comes before."""
+        """Note that [start, end) is valid now. The tokens before `start` have to be valid already."""
         self._note(pages, start // self._page_size, end)
 
     def received(self, pages: Sequence[PageId], num_tokens: int) -> None:
-        """Note that it came by wire, `num_tokens` tokens from the first page's first on."""
         self._note(pages, 0, num_tokens)
 
     def foreseen(self, pages: Sequence[PageId], start: int, ids: Sequence[int]) -> None:
-        """Note that it was computed of drafts at `start` and behind, as far as `pages` reach: time will
-        tell."""
+        """Note that KV of drafts was computed at `start` and behind, as far as `pages` reach."""
         room = len(pages) * self._page_size - start
         if kept := tuple(ids[: max(0, room)]):
             self._foreseen[pages[start // self._page_size]] = _Foreseen(start, kept)
 
     def settle(self, pages: Sequence[PageId], ids: Sequence[int]) -> int:
-        """Return for how many of a sequence's ids it holds, those included that were foreseen as they
-        came."""
+        """Return how many leading ids have valid KV. Foreseen drafts count as far as they equal `ids`."""
         valid = min(self.valid_len(pages), len(ids))
         if valid == len(ids):
             return valid
@@ -89,11 +84,11 @@ class ShadowValidity:
     def to_compute(
         self, sequences: Sequence[tuple[Sequence[PageId], Sequence[int]]], max_tokens: int
     ) -> list[range]:
-        """Return positions to compute next for the pages and ids of each sequence.
+        """Return the positions to compute next for each sequence, given as its pages and its ids.
 
-        Where they are few these go up to and with its last, which is always one of them, for its logits. A
-        sequence that lacks more than what is left of `max_tokens`, after those that lack less, gets a part of
-        it, or nothing.
+        They begin at the first invalid position and end with the sequence's last one, which is always
+        included for its logits. Sequences that lack the least are served first from `max_tokens`; a sequence
+        that lacks more than what is left gets a part of its positions, or none.
         """
         lacking = [range(min(self.settle(pages, ids), len(ids) - 1), len(ids)) for pages, ids in sequences]
         for which in sorted(range(len(lacking)), key=lambda which: len(lacking[which])):

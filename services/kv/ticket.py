@@ -1,9 +1,9 @@
-"""A ticket says for decode where KV goes; prefill believes nothing it has not checked.
+"""A decode rank says in a ticket where KV is to be written; the prefill rank checks everything in it.
 
 group                            where it goes            what goes there
 full attention                   ticket.runs              the delta: [decode_prefix_len, prompt_len)
 each of the others, in order     ticket.targets           all that the first generated token needs of the
-                                                          prompt (tails.py), whatever decode has
+                                                          prompt (tails.py), whatever decode already has
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from services.values.rank import Generation, Room
 
 
 class StartsWithinPage(ProtocolError):
-    """The ticket would do if its delta started at `start`, with the page: pages are written whole."""
+    """The ticket would be accepted with a delta from `start`, a page's begin: pages are written whole."""
 
     def __init__(self, start: int, decode_prefix_len: int) -> None:
         super().__init__(f"the delta starts at token {decode_prefix_len}, within the page from {start} on")
@@ -56,11 +56,12 @@ def make_ticket(
     targets: tuple[GroupTarget, ...] = (),
     want_digests: bool = False,
 ) -> KvTicket:
-    """`delta_pages` hold tokens [decode_prefix_len, prompt_len), in token order; `targets` are those of
-    `targets_of`. `write_until_s` is on the writer's monotonic clock.
+    """Return a ticket whose `delta_pages` hold tokens [decode_prefix_len, prompt_len), in token order.
+
+    `targets` come from `targets_of`. `write_until_s` is a time on the writer's monotonic clock.
 
     Raises:
-        ProtocolError: the prefix is longer than the prompt, or a delta has no pages, or pages no delta.
+        ProtocolError: the prefix is longer than the prompt, a delta has no pages, or pages have no delta.
     """
     full = hit_kind(decode_prefix_len, prompt_len) is HitKind.FULL
     if full == bool(delta_pages):
@@ -81,13 +82,13 @@ def make_ticket(
 def targets_of(
     layout: KvLayout, prompt_len: int, carried: Sequence[Sequence[PageId]]
 ) -> tuple[GroupTarget, ...]:
-    """Return where the state at the prompt's end goes.
+    """Return where the per-request state at the prompt's end is to be written.
 
-    `carried` has for each group beside full attention, in the layout's order, the units that are to take what
-    it holds there, in token order.
+    `carried` has the receiving units of each group beside full attention, in the layout's order, and within
+    a group in token order.
 
     Raises:
-        ProtocolError: they are not as many as that takes.
+        ProtocolError: the number of groups or of units is wrong.
     """
     if len(carried) != len(layout.carried):
         raise ProtocolError(f"units of {len(carried)} groups are given, {len(layout.carried)} are carried")
@@ -107,14 +108,15 @@ def check_ticket(
     peer_memories: Sequence[PoolMemory],
     own_generation: Generation,
 ) -> None:
-    """Refuse a ticket that must not be written by; `prompt_len` is the request's, None before it came.
+    """Check a ticket before anything is written by it.
 
-    `peer_memories` are the peer's pools, by group.
+    `prompt_len` is the request's, or None while it has not come. `peer_memories` are the peer's pools, by
+    group.
 
     Raises:
         StaleGeneration: the ticket is for another incarnation of this rank.
-        StartsWithinPage: an earlier start would do.
-        ProtocolError: why it cannot be honoured, as a sentence.
+        StartsWithinPage: the ticket would be accepted with an earlier start.
+        ProtocolError: the ticket cannot be accepted; the message says why.
     """
     if ticket.prefill_generation != own_generation:
         raise StaleGeneration(
@@ -129,14 +131,14 @@ def check_ticket(
 
 
 def check_layouts(own: KvLayout, peer: KvLayout) -> None:
-    """Raises ProtocolError, naming the field, unless KV may cross; TP degrees may differ."""
+    """Raise ProtocolError, naming the field, if KV cannot cross between the two. TP degrees may differ."""
     if name := difference(own, peer):
         ours, theirs = getattr(own, name), getattr(peer, name)
         raise ProtocolError(f"the KV layouts differ in {name}: ours is {ours}, the peer's {theirs}")
 
 
 def difference(one: KvLayout, other: KvLayout) -> str:
-    """Return the first field that keeps KV from crossing, or nothing; TP degrees may differ."""
+    """Return the first field that keeps KV from crossing, or "" if there is none. TP degrees may differ."""
     return next((name for name in _EQUAL_IN_LAYOUTS if getattr(one, name) != getattr(other, name)), "")
 
 

@@ -1,20 +1,21 @@
-"""The books say which slot of which tier holds which block, and which block goes when room is needed.
+"""The books record which slot of which tier holds which block, and decide which block leaves to make room.
 
     slot \\ event   claim    written   write failed   read begins, ends   evicted   digest differs, I/O error
     FREE           WRITING  -         -              -                   -         -
     WRITING        -        HELD      FREE           -                   -         FREE once it has ended
     HELD           -        -         -              busy +1, -1         FREE      BAD
-    BAD            -        FREE at the end of the last that uses it: nobody begins to
+    BAD            -        FREE once the last use of it has ended; no new use begins
 
-Tiers stand in order, the nearest first. A block has one place. It moves down a tier when room is needed in
-its own, the leaves first, and the last tier lets it go.
+Tiers are ordered, the nearest first. A block is in one place. When its tier needs room it moves down a
+tier, leaves first, and from the last tier it is dropped.
 
 Rule 1 (closure): a block's parent is in some tier too, or it is a first block. So what is found of a prefix
-        begins at its start. A block is let go only after its children; where one is bad, its descendants go
-        with it. What a former life has left without its parent, which was in memory that is gone, waits for
-        the parent to be written again, and is the first to go where room is needed.
-Rule 2: a slot is in one place: free, or of one block, or the target of one move, or what waits is in it.
-Rule 3: a slot that is being read, written or moved is neither given up nor written anew.
+        begins at its start. A block is dropped only after its children; where one is bad, its descendants are
+        dropped with it. An orphan is a block that an earlier process left without its parent, which was in
+        memory that is gone. It waits for the parent to be written again, and is the first to be dropped when
+        room is needed.
+Rule 2: a slot is free, or holds one block, or is the target of one move, or has an orphan.
+Rule 3: a slot that is being read, written or moved is neither freed nor written anew.
 Rule 4: a use of a block is a use of its ancestors, so children are older than their parents.
 """
 
@@ -41,16 +42,14 @@ class SlotState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Block:
-    """It is a block in a slot. Everybody may read it; only TierBooks writes it."""
-
     key: bytes
     parent: "Block | None"
-    block_hash: int  # It is the index's.
+    block_hash: int  # The index knows the block by it.
     place: Place
-    sequence: int  # It counts the blocks claimed: a later one has the more recent record.
+    sequence: int  # This counts claimed blocks: the highest number has the newest record.
     state: SlotState = SlotState.WRITING
-    digest: int = 0  # It is of the slot's bytes, once it is held.
-    busy: int = 0  # So many read, write or move it.
+    digest: int = 0  # This is the digest of the slot's bytes, from HELD on.
+    busy: int = 0  # So many uses (reads, a write, a move) are under way.
     moves_to: Place | None = None
     children: "set[Block]" = field(default_factory=set)
 
@@ -64,8 +63,6 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A slot's record says this."""
-
     slot: int
     key: bytes
     parent_key: bytes
@@ -76,15 +73,14 @@ class Stored:
 
 class TierBooks:
     def __init__(self, num_slots: Sequence[int]) -> None:
-        """`num_slots` are those of each tier, the nearest one first."""
         self._num_slots = tuple(num_slots)
         self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
         self._blocks: dict[bytes, Block] = {}
-        # They are those of `_blocks`, by tier, the least recently used first.
+        # These are the blocks of each tier, the least recently used first. The nearest tier is 0.
         self._by_use: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_slots]
-        self._orphans: list[dict[int, Stored]] = [{} for _ in num_slots]  # They wait for their parents.
-        self._orphans_of: dict[bytes, list[Place]] = {}  # Some of them have gone since.
-        self._leaving: set[Block] = set()  # They are BAD, and somebody uses their slots.
+        self._orphans: list[dict[int, Stored]] = [{} for _ in num_slots]  # Rule 1 explains them.
+        self._orphans_of: dict[bytes, list[Place]] = {}  # Some were dropped since. The key is the parent's.
+        self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
         self._sequence = 0
 
     def __repr__(self) -> str:
@@ -100,9 +96,9 @@ class TierBooks:
         return len(self._free[tier]) + len(self._orphans[tier])
 
     def load(self, stored: Sequence[Iterable[Stored]]) -> None:
-        """Take over what a former life's records say, by tier.
+        """Take over the records of an earlier process, given by tier, into empty books.
 
-        The books are empty. Of two records of one key the later one counts.
+        Of two records with the same key the later one counts.
         """
         placed = [(each, tier) for tier, records in enumerate(stored) for each in records]
         placed.sort(key=lambda pair: pair[0].sequence)
@@ -132,9 +128,9 @@ class TierBooks:
         return block
 
     def _adopt(self, key: bytes) -> None:
-        """Take in what has waited for this block, and in turn for that: as what is the least recent."""
+        """Add the orphans of this block, and in turn theirs, as the least recently used blocks."""
         keys = [key]
-        for each in keys:  # It grows meanwhile.
+        for each in keys:  # The list grows meanwhile.
             for place in self._orphans_of.pop(each, ()):
                 stored = self._orphans[place.tier].pop(place.slot, None)
                 if stored is None or stored.key in self._blocks:
@@ -145,7 +141,7 @@ class TierBooks:
                 keys.append(block.key)
 
     def _order(self, keys: Iterable[bytes]) -> None:
-        """Order all by use, given the most recent first, as if each had been used with all before it."""
+        """Order all blocks by use as if each key, the most recent first, had been used with its ancestors."""
         placed: set[Block] = set()
         for key in keys:
             path: list[Block] = []
@@ -158,7 +154,7 @@ class TierBooks:
                 self._by_use[block.place.tier].move_to_end(block, last=False)
 
     def find(self, keys: Iterable[bytes]) -> list[Block]:
-        """Return the held blocks of these keys up to the first that is not; it is no use of them."""
+        """Return the held blocks of these keys, up to the first key without one. This counts as no use."""
         found: list[Block] = []
         for key in keys:
             block = self._blocks.get(key)
@@ -168,19 +164,19 @@ class TierBooks:
         return found
 
     def use(self, block: Block) -> None:
-        """Note that it has been asked for, and with it all before it."""
         at: Block | None = block
         while at is not None:
             self._by_use[at.place.tier].move_to_end(at)
             at = at.parent
 
     def claim(self, key: bytes, parent_key: bytes, block_hash: int) -> Block | None:
-        """Take a slot of the first tier for a block that is to be written.
+        """Allocate a slot of the first tier for a block that is to be written.
 
-        It is a use of this block alone: `use` is due once for the last of those claimed in a row, for it
-        costs the length of its path.
+        This counts as a use of the block alone. The caller calls `use` once, for the last block that it
+        claims in a row, because `use` costs the length of the path.
 
-        Returns None where it is here already, its parent is not, or there is no room.
+        Returns:
+            None if the block is here already, its parent is not, or there is no room.
         """
         parent = self._blocks.get(parent_key)
         if key in self._blocks or (parent is None and parent_key != ROOT):
@@ -217,7 +213,8 @@ class TierBooks:
     def begin_move(self, tier: int) -> Block | None:
         """Begin to move the least recently used leaf of a tier down to the next one.
 
-        Returns None where there is no next tier, no such leaf, or no room.
+        Returns:
+            None if there is no next tier, no such leaf, or no room.
         """
         if tier + 1 >= len(self._num_slots):
             return None
@@ -229,7 +226,7 @@ class TierBooks:
         return block
 
     def moved(self, block: Block, *, good: bool = True) -> None:
-        """Note the end of a move; a block that somebody reads meanwhile stays where it is."""
+        """Note the end of a move. A block that is being read meanwhile stays where it is."""
         target, block.moves_to = block.moves_to, None
         assert target is not None
         if good and block.state is SlotState.HELD and block.busy == 1:
@@ -237,16 +234,16 @@ class TierBooks:
             target, block.place = block.place, target
             self._by_use[block.place.tier][block] = None
             if block.parent is not None and block.parent.place.tier == block.place.tier:
-                self.use(block.parent)  # A parent is the more recent one.
+                self.use(block.parent)  # A parent must be used more recently than its child (Rule 4).
         self._free[target.tier].append(target.slot)
         self._unbusy(block)
 
     def drop(self, block: Block) -> None:
-        """Forget a block and all its descendants. A slot that somebody uses is free when that has ended."""
+        """Drop a block and all its descendants. A slot in use is freed when its last use has ended."""
         if block.state is SlotState.BAD:
             return
         falling = [block]
-        for each in falling:  # It grows meanwhile: a path may be longer than Python recurses.
+        for each in falling:  # The list grows meanwhile: a path may be longer than Python's recursion limit.
             falling.extend(each.children)
         for each in reversed(falling):
             self._remove(each)
@@ -260,7 +257,6 @@ class TierBooks:
         return sum(block.state is state for block in self._all() if block.place.tier == tier)
 
     def check(self) -> None:
-        """Walk everything. Raises AssertionError where a rule is broken."""
         unused = [[*free, *waiting] for free, waiting in zip(self._free, self._orphans, strict=True)]
         places = [Place(tier, slot) for tier, slots in enumerate(unused) for slot in slots]
         for block in self._all():
@@ -296,9 +292,9 @@ class TierBooks:
             block.parent.children.discard(block)
 
     def _take(self, tier: int, spared: Block | None) -> int | None:
-        """Return a free slot of a tier, letting what has no parent go for it, or a leaf, where there is none.
+        """Allocate a slot of a tier, if need be by dropping an orphan or else a leaf; None if nothing can go.
 
-        `spared` and what leads to it stay.
+        `spared` and its ancestors stay.
         """
         if not self._free[tier] and self._orphans[tier]:
             slot = next(iter(self._orphans[tier]))
@@ -330,11 +326,10 @@ def _is_idle(block: Block) -> bool:
 def _unplaced_path(
     key: bytes, newest: dict[bytes, tuple[Stored, int]], placed: dict[bytes, Block]
 ) -> list[tuple[Stored, int]]:
-    """Return the records down to `key` that have no place yet, a first block's first; none where one is
-    missing."""
+    """Return the records down to `key` that have no place yet, ancestors first; none if one is missing."""
     path: list[tuple[Stored, int]] = []
     while key != ROOT and key not in placed:
-        if key not in newest or len(path) > len(newest):  # A circle would be a forged table.
+        if key not in newest or len(path) > len(newest):  # Only a forged table has a circle.
             return []
         path.append(newest[key])
         key = newest[key][0].parent_key

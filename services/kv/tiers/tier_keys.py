@@ -1,11 +1,11 @@
-"""A block below the pool is named by a 128-bit chain over all that its KV depends on.
+"""Below the pool a block is named by a chain of 128-bit hashes over all that its KV depends on.
 
     scope  = BLAKE2b(layout, handshake version, TIER_FORMAT, tokens a block has, salt)
     key(0) = BLAKE2b(ROOT + tokens of block 0, keyed by the scope)
-    key(i) = BLAKE2b(key(i - 1) + tokens of block i, likewise)
+    key(i) = BLAKE2b(key(i - 1) + tokens of block i, keyed by the scope)
 
-The index's hashes have 64 bits and are guarded by the tree's own comparison of ids. Below the pool no ids are
-kept, so there the key is all that tells one prefix from another, and has to be one that nobody can collide.
+The index's hashes have only 64 bits, because the radix tree also compares the token ids. Below the pool no
+ids are kept: the key alone tells one prefix from another, so nobody may be able to make two prefixes collide.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from hashlib import blake2b
 from services.kv.block_hash import pack_tokens
 from services.values.kv import KvLayout
 
-TIER_FORMAT = 1  # Whoever changes what is in a slot, or how, counts it up.
+TIER_FORMAT = 1  # Whoever changes what is in a slot, or how, must raise it.
 KEY_BYTES = 16
-ROOT = bytes(KEY_BYTES)  # It is the parent of a first block.
+ROOT = bytes(KEY_BYTES)  # This stands for the parent of a first block.
 
 _KNOWN_SCOPES = 1024
 
 
 @lru_cache
 def layout_id(layout: KvLayout, block_tokens: int) -> bytes:
-    """Return 8 bytes that differ where one rank's slots are of no use to the other."""
+    """Return 8 bytes that differ between two ranks if neither can use the other's slots."""
     groups = [
         (g.kind.value, g.layer_ids, g.num_kv_heads, g.head_dim, g.v_head_dim, g.dtype, g.window, g.unit_bytes)
         for g in layout.groups
@@ -36,12 +36,11 @@ def layout_id(layout: KvLayout, block_tokens: int) -> bytes:
 
 @lru_cache(_KNOWN_SCOPES)
 def scope(layout: KvLayout, block_tokens: int, salt: str) -> bytes:
-    """Return what keys of this salt are made with; no two scopes share a key."""
+    """Return the BLAKE2b key for the blocks of this cache salt; no two scopes share a block's key."""
     return blake2b(salt.encode(), key=layout_id(layout, block_tokens), digest_size=32).digest()
 
 
 def next_key(scope_key: bytes, parent: bytes, packed_block: bytes) -> bytes:
-    """Return the key of the block of packed tokens that follows `parent`."""
     return blake2b(parent + packed_block, key=scope_key, digest_size=KEY_BYTES).digest()
 
 

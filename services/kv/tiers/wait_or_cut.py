@@ -1,10 +1,11 @@
-"""Reading a prefix from below the pool is worth it while it is faster than computing it.
+"""A prefix is read from below the pool only while that is faster than computing it.
 
-    before      predicted = bytes / rate of the tier; not begun where computing takes no longer
-    meanwhile   read on only while what is left takes less time than to compute it, at the rate so far
-    at most     4 times what was predicted, and a second where that is more: then it is cut
+    before      predicted = bytes / rate of the tier; not begun if computing takes no longer
+    meanwhile   goes on only while the rest takes less time to read, at the rate so far, than to compute
+    at most     4 times what was predicted, but between 1 s and 30 s: then it is cut
 
-Three errors in a row, or a rate below that of computing, and nothing is read or written for half a minute.
+After three errors in a row, or at a rate below that of computing, the tier is turned off for half a minute:
+nothing is read or written.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _OFF_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """So much of a prefix is still to be read; seconds and a rate of 0 are not known."""
+    """This is the part of a prefix that is still to be read. A time or a rate of 0 is unknown."""
 
     read_s: float
     num_tokens: int
@@ -26,23 +27,20 @@ class Left:
 
     @property
     def is_worth_reading(self) -> bool:
-        """Return whether reading it takes less time than computing it; what is not known is tried."""
+        """Return whether reading takes less time than computing. It is tried while that is unknown."""
         if not (self.read_s and self.computed_tokens_per_s):
             return True
         return self.read_s * self.computed_tokens_per_s < self.num_tokens
 
     @property
     def limit_s(self) -> float:
-        """Return how long to wait for it at most."""
         return min(max(_LEAST_LIMIT_S, _MOST_PREDICTIONS * self.read_s), _MOST_LIMIT_S)
 
 
 class TierTrust:
-    """It knows how fast a tier reads, and turns the tier off for a while where it fails."""
-
     def __init__(self) -> None:
-        self.bytes_per_s = 0.0  # It is a mean, and 0 before the first read.
-        self._errors = {True: 0, False: 0}  # They count those in a row, of reads and of writes.
+        self.bytes_per_s = 0.0  # This is a moving mean, and 0 before the first read.
+        self._errors = {True: 0, False: 0}  # This counts errors in a row; True stands for reads.
         self._off_until_s = 0.0
 
     def __repr__(self) -> str:
@@ -52,7 +50,7 @@ class TierTrust:
         return now_s < self._off_until_s
 
     def seconds(self, num_bytes: int) -> float:
-        """Return how long it takes to read so many; 0 where that is not known."""
+        """Return the predicted time to read so many bytes; 0 if the rate is unknown."""
         return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def note_read(self, num_bytes: int, took_s: float) -> None:
@@ -65,7 +63,7 @@ class TierTrust:
         self._errors[False] = 0
 
     def note_error(self, now_s: float, *, reading: bool) -> bool:
-        """Return whether the tier is off from now on."""
+        """Count an error, and return whether the tier is turned off now."""
         self._errors[reading] += 1
         if self._errors[reading] < _ERRORS_IN_A_ROW:
             return False
@@ -73,7 +71,6 @@ class TierTrust:
         return True
 
     def turn_off(self, now_s: float) -> None:
-        """Turn it off for a while, after which it is tried as if nothing were known of it."""
         self._errors = {True: 0, False: 0}
         self.bytes_per_s = 0.0
         self._off_until_s = now_s + _OFF_S
