@@ -1,5 +1,4 @@
-"""A Hello is the first message on a Handshake stream, from either side: who we are and where our pools
-lie."""
+"""A Hello is each side's first message on a Handshake stream. It says who we are and where our pools are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +19,9 @@ class Hello:
     memory: PoolMemory
     transport: str
     agent_metadata: bytes
-    # It has the pools of the layout's other groups, in its order.
+    # These are the pools of the layout's other groups, in the layout's order.
     carried_memory: tuple[PoolMemory, ...] = ()
-    draft_memory: PoolMemory | None = None  # It is set where the layout has a draft.
+    draft_memory: PoolMemory | None = None  # This is set if the layout has a draft.
 
     @classmethod
     def of(
@@ -41,12 +40,11 @@ class Hello:
 
     @property
     def memories(self) -> tuple[PoolMemory, ...]:
-        """Return the pools by group, then the draft model's."""
         draft = (self.draft_memory,) if self.draft_memory is not None else ()
         return (self.memory, *self.carried_memory, *draft)
 
     def memories_of(self, shared: KvLayout) -> tuple[PoolMemory, ...]:
-        """Return the pools of what crosses, by `shared`, which KvLayout.shared_with returns."""
+        """Return the pools in use with a peer; `shared` comes from KvLayout.shared_with."""
         return self.memories[: len(shared.unit_bytes)]
 
     def message(self, monotonic_s: float) -> handshake_pb2.HandshakeMessage:
@@ -66,10 +64,10 @@ class Hello:
 
 
 def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
-    """Return the peer's Hello and its clock when it was sent.
+    """Return the peer's Hello, and the time of the peer's clock when it was sent.
 
     Raises:
-        ProtocolError: the message is another one, or malformed, or has another number of pools than groups.
+        ProtocolError: the message is not a Hello, is malformed, or its pools do not fit its layout.
     """
     if message.WhichOneof("message") != "hello":
         raise ProtocolError("the first message of a Handshake stream must be Hello")
@@ -91,7 +89,7 @@ def read_hello(message: handshake_pb2.HandshakeMessage) -> tuple[Hello, float]:
 
 
 def check_hello(own: Hello, peer: Hello) -> None:
-    """Raises ProtocolError, as a sentence, unless KV may cross between the two."""
+    """Raise ProtocolError, with a whole sentence, unless KV may cross between the two."""
     if peer.transport != own.transport:
         raise ProtocolError(f"the transports differ: ours is {own.transport}, the peer's {peer.transport}")
     check_layouts(own.layout, peer.layout)

@@ -1,8 +1,7 @@
-"""This transport goes between processes of one host and one user: memcpy by the kernel
-(process_vm_writev(2)).
+"""This transport copies between processes of one host and one user with process_vm_writev(2).
 
-A write is over when `write` returns. Nothing is registered with the kernel: permission is that of ptrace,
-which processes of one user have of each other unless Yama forbids it.
+A write is over when `write` returns. Nothing is registered with the kernel: the permission is that of ptrace,
+which processes of one user have over each other unless Yama forbids it.
 """
 
 import ctypes
@@ -49,9 +48,9 @@ _REASONS = {
 class _Process:
     name: str
     pid: int
-    start_ticks: int  # Counted since boot, they tell the incarnations of a pid apart.
+    start_ticks: int  # This counts since boot, and tells the processes that had one pid apart.
     boot_id: str
-    pid_namespace: str  # A pid means nothing outside of it.
+    pid_namespace: str  # A pid has no meaning outside of it.
 
     @classmethod
     def own(cls) -> "_Process":
@@ -86,7 +85,7 @@ def _host() -> tuple[str, str]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return field 22 of /proc/PID/stat (proc_pid_stat(5)); None when there is no such process."""
+    """Return field 22 of /proc/PID/stat (proc_pid_stat(5)), or None if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -158,7 +157,7 @@ class LocalTransport:
         process, pools = self._peers[peer]
         pieces = pieces_of(moves, self._pools, pools)
         group_bytes = pieces.group_bytes(len(pools.memories))
-        if not process.alive:  # Its pid may be another's by now.
+        if not process.alive:  # Another process may have its pid by now.
             raise PeerFailed(f"the peer's process {process.pid} is gone")
         _copy(process.pid, pieces.source, pieces.target)
         self._paths = (_PATH,)
@@ -169,7 +168,7 @@ class LocalTransport:
 
 
 def _copy(pid: int, source: Extents, target: Extents) -> None:
-    """Copy piece for piece; row i of both is as long. Both arrays are changed."""
+    """Copy piece for piece; row i has the same length in both. Both arrays are changed."""
     first = 0
     while first < len(source):
         last = first + _rows_per_call(source[first : first + _IOV_MAX, 1])
@@ -182,7 +181,6 @@ def _rows_per_call(sizes: NDArray[np.uint64]) -> int:
 
 
 def _write_once(pid: int, source: Extents, target: Extents) -> int:
-    """Make one system call; return the bytes written, at least one."""
     rows = len(source)
     written = _libc.process_vm_writev(pid, source.ctypes.data, rows, target.ctypes.data, rows, 0)
     if written < 0:
@@ -195,7 +193,7 @@ def _write_once(pid: int, source: Extents, target: Extents) -> int:
 
 
 def _advance(source: Extents, target: Extents, written: int) -> int:
-    """Return how many rows `written` bytes finish; the row that they end in is cut to what is left of it."""
+    """Return how many rows `written` bytes complete. The row in which they end is cut to its rest."""
     ends = np.cumsum(source[:, 1])
     rows = int(np.searchsorted(ends, written, side="right"))
     if rows < len(source):

@@ -1,20 +1,21 @@
-"""This transport goes over NIXL (UCX underneath): RDMA, TCP, or shared memory, whatever the two hosts have.
+"""This transport uses NIXL (with UCX underneath) over RDMA, TCP, or shared memory, as the two hosts allow.
 
-Here is the only import of nixl; open_transport.py alone imports this. We rely on what nixl 1.5.1 does:
+This module alone imports nixl, and only open_transport.py imports this module. We rely on this behaviour of
+nixl 1.5.1:
 
 - Releasing a handle whose write is under way returns without an error, and the bytes go on landing
-  (TCP). So a write is never released before it has ended. What ends it is the end of its agent, which lives
-  as long as a write of it that somebody holds.
-- A failed handle says nothing of all its descriptors: NIXL asks about one after the other and tells the
-  first failure, and where a post fails it lets go of what is on the wire already, without waiting for it.
-  So the end of a failed write is not known (base.Unsettled).
+  (TCP). So a write is never released before it has ended. Only the end of its agent ends it, and an agent
+  lives as long as anybody holds a write of it.
+- A failed handle does not give the state of all its descriptors: NIXL checks one after the other and reports
+  the first failure, and when a post fails it releases what is on the wire already, without waiting.
+  So the end of a failed write is unknown (transport.Unsettled).
 - Between processes of one host UCX copies inside `transfer` itself, in the caller's thread.
-- The agent's Python constructor fixes the progress thread's pause at 0, where it polls without end: a
-  whole core for every idle agent. With any other pause it sleeps until UCX has an event for it. (On two
-  cores that also takes a write between two processes from 5 to 13 GB/s.)
-- Without that thread nothing answers a peer's first connection, so it cannot be done without.
-- Descriptors prepared once for all pages (prep_xfer_dlist) save nothing that can be measured beside
-  a list built per write from a numpy array: 0.1 ms per thousand descriptors either way.
+- The agent's Python constructor fixes the progress thread's pause at 0, with which it polls without end and
+  takes a whole core for every idle agent. With any other pause it sleeps until UCX has an event for it. (On
+  two cores that also raises a write between two processes from 5 to 13 GB/s.)
+- The progress thread is necessary: without it nothing answers a peer's first connection.
+- Preparing descriptors once for all pages (prep_xfer_dlist) saves nothing that can be measured, compared to
+  a list built for each write from a numpy array: 0.1 ms per thousand descriptors either way.
 """
 
 import ctypes
@@ -41,16 +42,16 @@ log = logging.getLogger(__name__)
 
 _RELEASE_TIMEOUT_S = 2.0
 _POLL_S = 0.001
-# LIBFABRIC's thread sleeps through it, whatever comes, and nobody else sees that a write has ended. UCX's
-# events end it early, but over TCP a rank that only listens was seen to answer late with a longer one.
+# LIBFABRIC's thread always sleeps for this long, and nothing else notices the end of a write. UCX's events
+# end the pause early, but over TCP a rank that only listens was seen to answer late with a longer pause.
 _PAUSE_US = 1000
-# UCX pauses so long where we write, longer than most posts take: after it the thread looks by itself, and
-# joins in a copy that the caller's thread makes, segment by segment, each waiting, busily, for the other's
-# lock. (With 100 ms instead, first writes to a peer took 60 ms longer.)
+# UCX's thread pauses so long on a rank that writes, which is longer than most posts take. After the pause the
+# thread polls, and joins in a copy that the caller's thread makes, segment by segment: each then waits,
+# busily, for the other's lock. (With 100 ms instead, first writes to a peer took 60 ms longer.)
 _WRITERS_PAUSE_US = 30_000
 _DEFAULTS = NixlSettings()
 
-# The bindings have no common base for their errors. What telemetry throws in C++ is a RuntimeError.
+# The bindings' errors have no common base class. Errors of the telemetry, in C++, come as RuntimeError.
 _NIXL_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     *(
@@ -59,7 +60,7 @@ _NIXL_ERRORS: tuple[type[Exception], ...] = (
         if isinstance(value, type) and issubclass(value, Exception)
     ),
 )
-# nixl's import sets it to False for the whole process: what goes wrong in a handler would be lost.
+# Importing nixl sets this to False for the whole process, which would hide errors in log handlers.
 logging.raiseExceptions = True
 
 
@@ -85,7 +86,7 @@ class NixlWrite:
         self._agent = agent
         self._handle = handle
         self._group_bytes = group_bytes
-        self._state = "PROC"  # PROC is NIXL's word for under way; DONE and ERR are final.
+        self._state = "PROC"  # PROC is NIXL's name for under way; DONE and ERR are final.
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
@@ -131,7 +132,11 @@ class NixlTransport:
     """It implements services.transfer.transport.Transport. Making one takes about half a second."""
 
     def __init__(self, name_prefix: str = "isthmus", settings: NixlSettings = _DEFAULTS) -> None:
-        """Raises ConfigError, where NIXL has no such backend, for one."""
+        """Make the agent and its backend.
+
+        Raises:
+            ConfigError: they cannot be made, for example because NIXL does not have this backend.
+        """
         self._settings = settings
         self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}", settings)
         self._paths: tuple[KvPath, ...] = ()
@@ -150,7 +155,7 @@ class NixlTransport:
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
         pools = RankPools(tuple(memories), tuple(unit_bytes))
-        if len(pools.kinds) > 1:  # A list of descriptors is of one kind.
+        if len(pools.kinds) > 1:  # All descriptors of a list must be of one kind.
             raise ConfigError(f"the pools must lie in memory of one kind, not {', '.join(pools.kinds)}")
         regions = [
             (memory.base_address, memory.num_pages * size, memory.device_id, "")
@@ -222,12 +227,12 @@ class NixlTransport:
                 with _renaming("NIXL does not deregister the pools"):
                     self._agent.deregister_memory(self._registered)
         finally:
-            del self._agent  # Its threads end once there is no write of it any more.
+            del self._agent  # Its threads end once nobody holds a write of it.
 
     def _descriptors(
         self, pieces: CopiedPieces, extents: Extents, pools: RankPools
     ) -> _bindings.nixlXferDList:
-        """Return one side of the pieces as NIXL wants them, (n, 3): address, bytes, device."""
+        """Return one side of the pieces in NIXL's form, (n, 3): address, bytes, device."""
         devices = np.array([memory.device_id for memory in pools.memories], dtype=np.uint64)
         return self._agent.get_xfer_descs(np.column_stack((extents, devices[pieces.groups])), pools.kinds[0])
 
@@ -239,7 +244,7 @@ def known_paths(agent: str, piece_bytes: int, settings: NixlSettings) -> tuple[K
 
 
 def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
-    """Return an agent with a backend and a progress thread that sleeps when there is nothing to do.
+    """Return an agent with a backend, and with a progress thread that sleeps when there is nothing to do.
 
     Raises:
         ConfigError: it cannot be started.
@@ -254,13 +259,12 @@ def open_agent(name: str, settings: NixlSettings = _DEFAULTS) -> nixl_agent:
 
 
 def telling_paths(settings: NixlSettings) -> AbstractContextManager[None]:
-    """Return a context for the making of a process's first agent, so that `known_paths` has something to
-    say."""
+    """Return a context manager for making a process's first agent, after which `known_paths` works."""
     return ucx_log().set_for_ucx() if settings.writes else nullcontext()
 
 
 def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:
-    """Raises ConfigError. The list of plugins is of files, whether they can be loaded or not."""
+    """Raise ConfigError if the plugin is missing or cannot be loaded: NIXL's list only has their files."""
     backend, plugins = settings.backend, agent.get_plugin_list()
     if backend not in plugins:
         raise ConfigError(f"--nixl-backend={backend}: NIXL has no such plugin here, but {', '.join(plugins)}")
@@ -276,7 +280,7 @@ def _check_backend(agent: nixl_agent, settings: NixlSettings) -> None:
 
 
 def _why_not_loaded(plugin: str) -> str:
-    """Return the loader's own words for what is missing, for NIXL tells a log alone."""
+    """Return the loader's error about what is missing, because NIXL only logs it."""
     bindings = Path(_bindings.__file__ or "").parent
     beside = bindings.parent / f".{bindings.name}.mesonpy.libs" / "plugins"
     for folder in (Path(os.environ.get("NIXL_PLUGIN_DIR") or beside), beside):
@@ -296,18 +300,17 @@ def _create_backend(agent: nixl_agent, settings: NixlSettings) -> None:
 
 
 def let_sleep(agent: nixl_agent, settings: NixlSettings, *, one_thread: bool) -> None:
-    """Have an agent's progress thread sleep when there is nothing to do; it is yet to get its backend.
+    """Make an agent's progress thread sleep when there is nothing to do. The agent has no backend yet.
 
-    With `one_thread` only one thread will use the agent; otherwise NIXL takes care.
+    With `one_thread` only one thread will use the agent; otherwise NIXL locks it.
     """
     config = _bindings.nixlAgentConfig()
     config.useProgThread = True
-    # nixl_agent_config has no word for it.
+    # nixl_agent_config has no parameter for it.
     config.pthrDelay = _WRITERS_PAUSE_US if settings.writes and settings.backend == UCX else _PAUSE_US
     config.syncMode = _bindings.NIXL_THREAD_SYNC_NONE if one_thread else _bindings.NIXL_THREAD_SYNC_STRICT
-    agent.agent = (
-        None  # It ends: exporters of telemetry take no second agent of a name while there is the first.
-    )
+    # The first agent ends here: telemetry exporters accept no second agent of the same name beside it.
+    agent.agent = None
     agent.agent = _bindings.nixlAgent(agent.name, config)
 
 

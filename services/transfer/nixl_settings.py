@@ -1,4 +1,4 @@
-"""These settings say what NIXL is to move KV with; they need no NIXL."""
+"""These settings choose how NIXL moves KV. This module does not import NIXL."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from services.values.kv import KvPath, KvPathKind
 log = logging.getLogger(__name__)
 
 UCX = "UCX"
-# The UCX plugin of nixl 1.5.1 looks for these. It tells three itself (getPluginParams), one of them in vain.
+# The UCX plugin of nixl 1.5.1 reads these. Its getPluginParams lists only three, one of which it never reads.
 _UCX_READS = (
     "device_list",
     "engine_config",
@@ -24,18 +24,17 @@ _UCX_READS = (
 )
 _READ_NOWHERE = "ucx_devices"
 _DEVICES = "UCX_NET_DEVICES"
-_LOOPBACK = "lo"  # Linux names it so; memory that two processes of one host share is no such device.
+_LOOPBACK = "lo"  # This is Linux's name. Shared memory between processes of one host needs no device.
 
 
 @dataclass(frozen=True, slots=True)
 class NixlSettings:
     backend: str = UCX
-    parameters: dict[str, str] = field(default_factory=dict)  # They are that backend's.
+    parameters: dict[str, str] = field(default_factory=dict)  # These are the backend's.
     expects_rdma: bool = False
-    writes: bool = False  # We read UCX's log then.
+    writes: bool = False  # If so, we read UCX's log.
 
     def tell(self, path: KvPath) -> None:
-        """Write a line of our log, at the first write that went so."""
         is_slow = self.expects_rdma and path.kind is KvPathKind.TCP
         said = "expected=rdma" if self.expects_rdma else "expected=any"
         log.log(
@@ -49,19 +48,19 @@ class NixlSettings:
 
 
 def keep_to_loopback(host: str) -> None:
-    """Have UCX listen on loopback alone where `host` is loopback, here and in processes started from here.
+    """Make UCX listen on loopback alone if `host` is loopback, here and in child processes.
 
-    UCX's TCP listens on every interface by itself, and asks nobody who he is. An operator who names devices
-    has them.
+    By itself UCX's TCP listens on every interface and accepts anyone. An operator's own UCX_NET_DEVICES
+    stays.
 
-    It is to be called while there is one thread, as ucx_log.py says, and before UCX is loaded.
+    This must be called while there is one thread, as ucx_log.py explains, and before UCX is loaded.
     """
     if is_loopback(host):
         os.environ.setdefault(_DEVICES, _LOOPBACK)
 
 
 def check_parameters(backend: str, parameters: Iterable[str], known: Iterable[str] = _UCX_READS) -> None:
-    """Raises ConfigError: NIXL takes any name, and says nothing of one that its plugin never looks for."""
+    """Raise ConfigError for a name that the plugin never reads: NIXL accepts any name silently."""
     for name in parameters:
         if name == _READ_NOWHERE:
             raise ConfigError(
@@ -76,7 +75,6 @@ def check_parameters(backend: str, parameters: Iterable[str], known: Iterable[st
 
 
 def parameters_of(texts: Sequence[str]) -> dict[str, str]:
-    """Read NAME=VALUE, each name once. Raises ConfigError."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")

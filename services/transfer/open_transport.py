@@ -1,4 +1,4 @@
-"""This is the one place that imports a transport's library, and only when that is chosen."""
+"""Only this module imports a transport's library, and only if that transport is chosen."""
 
 import re
 
@@ -8,12 +8,11 @@ from services.transfer.transport import Transport
 from services.values.errors import ConfigError
 
 _DEFAULTS = NixlSettings()
-# These are nixl's own words where torch is of a CUDA whose wheel of NIXL is not there.
+# nixl says this if the NIXL wheel for torch's CUDA is not installed.
 _OTHER_CUDA = re.compile(r"detected CUDA (\d+) but (nixl-cu\d+) is not installed")
 
 
 def _missing(said: str) -> str:
-    """Return the end of a sentence, which says what to do about an import of nixl that failed."""
     if (match := _OTHER_CUDA.search(said)) is None:
         return ""
     cuda, package = match.groups()
@@ -24,10 +23,10 @@ def _missing(said: str) -> str:
 
 
 def open_transport(name: str, nixl: NixlSettings = _DEFAULTS) -> Transport:
-    """Return a transport with nothing registered; it is to be called on the thread that will own it.
+    """Return a transport with nothing registered. It must be called on the thread that will own it.
 
     Raises:
-        ConfigError: the name is unknown, or its library cannot be loaded here.
+        ConfigError: the name is unknown, or the transport's library cannot be loaded here.
     """
     if name == "local":
         from services.transfer.local import LocalTransport

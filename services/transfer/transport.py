@@ -1,15 +1,15 @@
-"""The transport boundary says how pages get from one rank's pool into another's.
+"""A transport writes pages of one rank's pools into another rank's; this is the interface to it.
 
     register(own pools) --> metadata() ~~ Hello ~~> peer: add_peer(metadata, our pools)
                                                          write(peer, moves) --> Write: poll() ... release()
                                                          remove_peer(peer)
     close()
 
-One side of a pair may be passive: it only registers, and hands its metadata out. A rank has a pool for each
-group of its KvLayout, in that order, and behind them its draft model's; all of them are registered, and moves
-of several may go in one write.
+One side of a pair may be passive: it only registers its pools and sends its metadata. A rank has one pool for
+each group of its KvLayout, in that order, and after them its draft model's pool. All of them are registered,
+and one write may have moves of several pools.
 
-Units of pools become addresses here. An extent is a contiguous piece of memory.
+The functions here turn units of pools into addresses. An extent is a contiguous piece of memory.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ PeerName = NewType("PeerName", str)
 
 
 class Unsettled(PeerFailed):
-    """A write failed, and parts of it may be under way still: bytes of it may land for a while."""
+    """A write failed, but parts of it may still be under way: bytes of it may land for a while."""
 
 
 class Write(Protocol):
@@ -38,59 +38,58 @@ class Write(Protocol):
 
     @property
     def group_bytes(self) -> tuple[int, ...]:
-        """Return the bytes of each pool that both sides have, in the order in which they were registered."""
+        """Return the bytes written to each pool that both sides have, in the order of registration."""
 
     def poll(self) -> bool:
         """Return True once every byte has landed in the peer's memory; never block.
 
         Raises:
-            PeerFailed: the write failed; bytes may have landed in part, and no more will.
-            Unsettled: likewise, but more may.
+            PeerFailed: the write failed; some bytes may have landed, and no more will.
+            Unsettled: the write failed; some bytes may have landed, and more may.
         """
 
     def release(self) -> None:
-        """Give the transport's resources back; it is called once, after the last poll.
+        """Give the transport's resources back. This is called once, after the last poll.
 
-        It returns only when no byte can land any more, unless the write was Unsettled. A write still under
-        way is waited for, a few seconds at most, for no transport of ours can be trusted to cancel one.
+        It returns only when no byte can land any more, unless the write was Unsettled. It waits a few seconds
+        for a write that is still under way, because none of our transports can cancel one reliably.
 
         Raises:
-            Unsettled: it is under way still: bytes may land at any time.
+            Unsettled: the write is still under way: bytes may land at any time.
         """
 
 
 class Transport(Protocol):
-    """A transport is one rank's end. Every method is called from one thread, which owns it."""
+    """A transport is one rank's end. Every method but `paths` is called from one thread, which owns it."""
 
     @property
     def name(self) -> str:
-        """Return what both sides must agree on: "nixl" or "local"."""
+        """Return the name on which both sides must agree: "nixl" or "local"."""
 
     @property
     def paths(self) -> Sequence[KvPath]:
-        """Return by which paths our writes that have landed went, as far as that is known. Any thread may
-        ask."""
+        """Return the known paths of our writes that have landed. Any thread may call it."""
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
-        """Make our pools readable and writable by the transport; it is called once, before all else.
+        """Make our pools readable and writable by the transport. This is called once, before anything else.
 
         Args:
             memories: our pools, by group.
-            unit_bytes: the bytes of one unit of each pool, likewise.
+            unit_bytes: the bytes of one unit of each pool, by group.
 
         Raises:
             ConfigError: the transport cannot reach memory of this kind, or of several kinds at once.
         """
 
     def metadata(self) -> bytes:
-        """Return what a peer needs to write to us: opaque bytes, sent in Hello."""
+        """Return what a peer needs to write to us, as opaque bytes that are sent in Hello."""
 
     def add_peer(self, metadata: bytes, memories: Sequence[PoolMemory]) -> PeerName:
-        """Learn a peer and its pools, the last of which it may lack; adding it again is free.
+        """Add a peer and its pools; adding it again is free.
 
         Args:
             metadata: what the peer's `metadata` returned.
-            memories: the peer's pools, by group, in the order in which we registered ours.
+            memories: the peer's pools, by group, in the order in which we registered ours; the last may lack.
 
         Returns:
             The name by which `write` and `remove_peer` know it.
@@ -103,21 +102,21 @@ class Transport(Protocol):
         """Forget a peer to which no write is under way. An unknown one is ignored."""
 
     def write(self, peer: PeerName, moves: Sequence[PageMove]) -> Write:
-        """Post the moves, from our pools into the peer's of the same groups, as one write.
+        """Post the moves, from our pools into the peer's pools of the same groups, as one write.
 
-        It may take as long as the copy itself where the transport copies in the caller's thread.
+        It may take as long as the copy itself if the transport copies in the caller's thread.
 
         Raises:
-            PeerFailed: the peer is unknown or gone; bytes may have landed in part, and no more will.
-            Unsettled: likewise, but more may.
+            PeerFailed: the peer is unknown or gone; some bytes may have landed, and no more will.
+            Unsettled: the post failed; some bytes may have landed, and more may.
             ProtocolError: there are no moves, or one is of no group or leaves its pool; nothing was written.
         """
 
     def close(self) -> None:
-        """Deregister and end; nothing can be called after."""
+        """Deregister the pools and end. No method may be called after it."""
 
 
-Extents = NDArray[np.uint64]  # Its shape is (n, 2): address, bytes.
+Extents = NDArray[np.uint64]  # Its shape is (n, 2); a row is (address, bytes).
 _Numbers = NDArray[np.int64]
 
 
@@ -131,8 +130,7 @@ class RankPools:
         return tuple(sorted({memory.kind for memory in self.memories}))
 
     def of_peer(self, memories: Sequence[PoolMemory]) -> "RankPools":
-        """Return a peer's pools of the same units, the last of which it may lack. Raises PeerFailed for none,
-        or more."""
+        """Return the peer's pools, which may be fewer than ours. It raises PeerFailed for none, or more."""
         if not 0 < len(memories) <= len(self.memories):
             raise PeerFailed(f"the peer has {len(memories)} pools, we have {len(self.memories)}")
         return RankPools(tuple(memories), self.unit_bytes[: len(memories)])
@@ -140,7 +138,7 @@ class RankPools:
 
 @dataclass(frozen=True, slots=True)
 class CopiedPieces:
-    """It has a write's moves as memory: piece i goes from source[i] to target[i], which are equally long."""
+    """This has a write's moves as memory: piece i goes from source[i] to target[i], both equally long."""
 
     groups: _Numbers
     source: Extents
@@ -152,7 +150,7 @@ class CopiedPieces:
 
 
 def pieces_of(moves: Sequence[PageMove], source: RankPools, target: RankPools) -> CopiedPieces:
-    """Raises ProtocolError where there are no moves, or one is of no group, or leaves a pool."""
+    """Return the moves as memory. It raises ProtocolError without moves, or if one leaves the pools."""
     if not moves:
         raise ProtocolError("a write needs at least one page or slot")
     table = np.fromiter(chain.from_iterable(moves), np.int64, len(moves) * len(moves[0]))
@@ -181,10 +179,13 @@ def _extents(groups: _Numbers, first: _Numbers, num_units: _Numbers, pools: Rank
 
 
 def map_memory(size_bytes: int) -> mmap.mmap:
-    """Map private, page-aligned memory, zeroed on first touch, in huge pages where the kernel has them.
+    """Map private, page-aligned memory, zeroed on first touch, in huge pages if the kernel has them.
 
-    The kernel copies between two processes half as fast again with huge pages: it pins 512 times fewer.
-    Raises OSError when there is not so much address space.
+    With huge pages the kernel copies between two processes 1.5 times as fast, because it pins 512 times fewer
+    pages.
+
+    Raises:
+        OSError: there is not so much address space.
     """
     memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # A kernel may be built without transparent huge pages.

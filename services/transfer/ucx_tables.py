@@ -1,9 +1,9 @@
-"""These tables are what UCX prints of the protocols that it has chosen (UCX_PROTO_INFO=y). This is pure.
+"""UCX prints tables of the protocols that it has chosen (UCX_PROTO_INFO=y); this module parses them.
 
-    [..] | isthmus-1f inter-node cfg#2                              |    agent, and where its peers are
-    [..] | remote memory write by ucp_put*(multi) from host memory  |    what for: NIXL's WRITE is this
+    [..] | isthmus-1f inter-node cfg#2                              |    our agent, and where the peers are
+    [..] | remote memory write by ucp_put*(multi) from host memory  |    the operation: NIXL's WRITE is this
     [..] | Range   | Description | Config                           |
-    [..] | 0..2047 | short       | rc_mlx5/mlx5_0:1                 |    bytes of a piece, how, over what
+    [..] | 0..2047 | short       | rc_mlx5/mlx5_0:1                 |    bytes of a piece, method, lanes
 
 A table is printed when the first write to a peer of that kind is prepared; peers with the same transports
 share one. Seen with the UCX of NIXL 1.5.1.
@@ -22,8 +22,8 @@ _WRITE = "remote memory write by ucp_put"
 _ROW = re.compile(r"^(\d+)([KMG]?)(?:\.\.(\d+|inf)([KMG]?))?$")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _LANE = re.compile(r"\b([a-z]\w*)/")
-# Transports are known by how they begin (`ucx_info -d`). What crosses by several counts as the first of these
-# kinds.
+# Transports are recognised by their prefix (`ucx_info -d`). A write over several transports counts as the
+# first of these kinds.
 _KINDS = (
     (KvPathKind.TCP, ("tcp",)),
     (KvPathKind.RDMA, ("rc", "dc", "ud", "srd", "gga", "ib")),
@@ -54,12 +54,10 @@ class UcxTables:
         self._rows: dict[str, list[_LanesRow]] = {}
 
     def feed(self, lines: Iterable[str]) -> list[str]:
-        """Read what UCX printed; return the lines that belong to no table."""
-        return [line for line in lines if not self._take(line)]
+        return [line for line in lines if not self._take(line)]  # These belong to no table.
 
     def paths(self, agent: str, piece_bytes: int) -> tuple[KvPath, ...]:
-        """Return by what writes of pieces of that size go, each once, in the order in which they were
-        chosen."""
+        """Return how writes of pieces of that size go, each path once, in the order of UCX's choice."""
         rows = [row for row in self._rows.get(agent, ()) if row.first_bytes <= piece_bytes <= row.last_bytes]
         return tuple(dict.fromkeys(KvPath(kind_of(row.lanes), row.reach, row.lanes) for row in rows))
 
@@ -77,9 +75,8 @@ class UcxTables:
         return True
 
     def _add(self, size: re.Match[str], lanes: str) -> None:
-        if (
-            not self._is_write or self._reach == "self"
-        ):  # An agent connects to itself, and writes nothing there.
+        # An agent also connects to itself, but writes nothing there.
+        if not self._is_write or self._reach == "self":
             return
         first = int(size[1]) * _UNITS[size[2]]
         last = first if size[3] is None else _last_bytes(size[3], size[4])

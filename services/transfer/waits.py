@@ -1,12 +1,12 @@
-"""The ends of a transfer wait so that a process that stood still counts nothing as late that came in time.
+"""Timeouts are measured so that a process that was stopped does not take what came in time for late.
 
-    the loop looks every tenth of a second --> heard up to now
-         |--stood still since it last looked: what came meanwhile lies in sockets--> heard up to then,
-                                                                         until it has looked ten times more
+    the loop looks every tenth of a second --> all is read up to now
+         |--stopped since it last looked: what came meanwhile lies in sockets--> all is read up to then,
+                                                                       until it has looked ten times more
 
-Hearing tells up to when all has been heard that was said to this process. What came in time counts before
-what is late fails. When the process was stopped, or its loop, every deadline seems to be over on waking, and
-the words that kept it are not read yet.
+If the process, or its loop, was stopped, every deadline seems to be over when it wakes, and the messages that
+came in time are not read yet. So Hearing tells up to which time all messages were read, and a deadline is
+over only by that time.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 _LOOK_S = 0.1
 _STALL_S = 1.0
-_LOOKS = 10  # After a stall gRPC needs them to read its sockets, and the loop to pass on what was in them.
+_LOOKS = 10  # After a stall gRPC needs so many to read its sockets, and the loop to pass the messages on.
 
 
 class Hearing:
-    """`look` belongs to the loop; any thread may read `heard_s`."""
+    """`look` is called on the loop only; any thread may read `heard_s`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,7 +38,7 @@ class Hearing:
         now_s = self._clock()
         stalled = now_s - self._looked_s > _STALL_S
         self._looked_s = now_s
-        # A stall while it is behind does not start anew: a loop that always stalls would never be late.
+        # A stall while it is behind does not restart the count, or a loop that always stalls is never late.
         self._behind = self._behind - 1 if self._behind else _LOOKS if stalled else 0
         if not self._behind:
             self.heard_s = now_s
@@ -50,9 +50,12 @@ class Hearing:
 
 
 async def within(limit_s: float, awaited: Coroutine[Any, Any, T]) -> T:
-    """Return what it returns. Raises TimeoutError, and cancels it, where that takes longer than `limit_s`.
+    """Return the result of `awaited`.
 
-    Time is counted in looks: only one counts in a stall, so that what came meanwhile is found.
+    Time is counted in looks, and a stall counts as one look only, so that what came meanwhile is found.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s`, and was cancelled.
     """
     task = asyncio.ensure_future(awaited)
     try:
@@ -76,10 +79,10 @@ async def both(
     *,
     patience_s: float = 0.0,
 ) -> tuple[A, B]:
-    """Run two legs and return both results; `beside` runs until they are done.
+    """Run two coroutines and return both results; `beside` runs until they are done.
 
-    It raises what the first leg to fail raised; everything else is cancelled and awaited before. Where the
-    second one fails, the first has `patience_s` to fail too, and then it is that which is raised.
+    The error of the first one to fail is raised after everything else was cancelled and awaited. If `second`
+    fails, `first` has `patience_s` to fail too, and then its error is raised instead.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -98,7 +101,7 @@ async def _outspoken(leg: Coroutine[Any, Any, B], other: asyncio.Task[A], patien
     try:
         return await leg
     except IsthmusError:
-        # Only one counts in a stall, so that the answer that came meanwhile is found.
+        # A stall counts as one look only, so that the answer that came meanwhile is found.
         for _ in range(_LOOKS):
             await asyncio.wait([other], timeout=patience_s / _LOOKS)
             if other.done():

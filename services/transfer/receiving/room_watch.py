@@ -1,11 +1,11 @@
-"""A watch is what a rank that receives knows of one ticket it has sent: the shell of the reservation table.
+"""A watch follows one ticket that a receiving rank has sent. It is the shell of the reservation table.
 
 services/kv/handshake.py draws its states. This adds to them:
 
     send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, next incarnation seen
                       |   ^-- its owner: renew, abort
-                      +--> outcome: by the first word, or the loss of the stream; the others change nothing
-                      +--> writer_stopped: the quarantine is over, by a word or by fence time
+                      +--> outcome: the first word, or the loss of the stream, decides; no later one does
+                      +--> writer_stopped: the quarantine is over, by a last word or by fence time
 """
 
 import asyncio
@@ -37,8 +37,8 @@ class Landed:
 
     group_bytes: tuple[int, ...]
     descriptors: int
-    # They are of the delta's pages, in token order, then of each unit of the ticket's targets; or there are
-    # none at all.
+    # These are of the delta's pages, in token order, then of each unit of the ticket's targets. It is empty
+    # if the ticket asked for none.
     page_digests: tuple[int, ...] = ()
 
     @property
@@ -48,12 +48,12 @@ class Landed:
 
 @dataclass(frozen=True, slots=True)
 class Renegotiated:
-    """Nothing was written by the ticket; one whose delta starts at `start` would be honoured."""
+    """Nothing was written by the ticket; one whose delta starts at `start` would be accepted."""
 
-    start: int  # It counts tokens, as the writer says.
+    start: int  # This is in tokens, and comes from the writer.
 
 
-_Outcome = Landed | Renegotiated | str  # A text says why it failed.
+_Outcome = Landed | Renegotiated | str  # A text is the reason of a failure.
 
 
 class WriterLink(Protocol):
@@ -62,7 +62,7 @@ class WriterLink(Protocol):
     def send_abort(self, room: Room) -> None: ...
 
     def lease_end_s(self, write_until_s: float) -> float:
-        """Return a time of the writer's clock on ours, at the latest."""
+        """Return the time on our clock by which the writer's clock has reached `write_until_s`."""
 
 
 class RoomWatch:
@@ -80,14 +80,14 @@ class RoomWatch:
         self.room = room
         self.writer = writer
         self.state = ReservationState.FILLING
-        self._link = link  # It is the newest.
+        self._link = link  # This is the newest link.
         self._lease_end_s = link.lease_end_s(write_until_s)
         self._clock = clock
         self._seek = seek
         self._outcome: _Outcome | None = None
         self._quarantined = False
         self._settled = asyncio.Event()
-        self._news = asyncio.Event()  # It wakes those that await the writer's end.
+        self._news = asyncio.Event()  # It wakes those that wait for the writer's end.
         self._unanswered_told = False
 
     def __repr__(self) -> str:
@@ -99,8 +99,8 @@ class RoomWatch:
         """Wait until the whole delta has landed, or the writer asks for another ticket.
 
         Raises:
-            PeerFailed: refused, failed, aborted, or the stream was lost. Only `writer_stopped` tells
-                when the pages may be used again.
+            PeerFailed: the transfer was refused, failed or aborted, or the stream was lost. Only
+                `writer_stopped` tells when the pages may be used again.
         """
         await self._settled.wait()
         assert self._outcome is not None
@@ -118,7 +118,7 @@ class RoomWatch:
         """Give up.
 
         Returns:
-            True, once, where the writer may write still, and the pages must wait for `writer_stopped`.
+            True, once, if the writer may still write, and the pages must wait for `writer_stopped`.
         """
         before = self._quarantined
         self._step(ReservationEvent.GIVEN_UP)
@@ -127,11 +127,11 @@ class RoomWatch:
     async def writer_stopped(self, fence_s: float) -> None:
         """Give up, and return once no byte of this transfer can be written any more.
 
-        Nothing but the writer's word tells that while the stream stands: a missing one can mean just that
-        writes are under way still. Once the stream is lost, or the word was that a write failed with its end
-        unknown, it is `fence_s` after the end of the last lease, or after the loss or the word if that came
-        later. `fence_s` is the longest that the posts in flight may take, and what two monotonic clocks may
-        drift apart. A lost stream is made anew in the background, to learn more.
+        While the stream stands only the writer's last word tells that: without one, writes may still be under
+        way. Once the stream is lost, or the word was that a write failed with its end unknown, it is
+        `fence_s` after the end of the last lease, or after the loss or the word if that came later. `fence_s`
+        is the longest that the posts in flight may take, plus what two monotonic clocks may drift apart. A
+        lost stream is opened anew in the background, to learn more.
         """
         self.abort()
         while not self.is_over(fence_s):
@@ -146,7 +146,6 @@ class RoomWatch:
 
     @property
     def is_sought(self) -> bool:
-        """Return whether somebody waits for news of a writer whose stream is lost."""
         return self.state is ReservationState.SOUGHT
 
     def _left_s(self, fence_s: float) -> float:
@@ -166,7 +165,6 @@ class RoomWatch:
         self._step(ReservationEvent.FENCE_OVER)
 
     async def _hear(self, timeout_s: float) -> None:
-        """Return when the writer has stopped, or its stream is another or lost."""
         self._news.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -181,15 +179,13 @@ class RoomWatch:
         self._hear_outcome(ReservationEvent.RENEGOTIATED, renegotiated)
 
     def on_last_word(self, reason: str) -> None:
-        """Note that it was refused or failed, or the abort acknowledged."""
         self._hear_outcome(ReservationEvent.WRITER_STOPPED, reason)
 
     def on_unsettled(self, reason: str) -> None:
-        """Note that it failed, or the abort was acknowledged, and bytes of a failed write may land still."""
         self._hear_outcome(ReservationEvent.UNSETTLED, reason)
 
     def on_writer_dead(self) -> None:
-        """Note that the rank was seen in another incarnation; its supervisor had reaped this one before."""
+        """Note that another incarnation of the rank was seen; its supervisor had reaped this one before."""
         self.on_last_word(f"the prefill rank {self.writer.id} has been restarted")
 
     def on_lost(self) -> None:
@@ -197,7 +193,7 @@ class RoomWatch:
         self._hear_outcome(ReservationEvent.LINK_LOST, reason)
 
     def on_linked(self, link: WriterLink) -> None:
-        """Note that a new stream to the same incarnation stands; what the old one carried may be lost."""
+        """Note a new stream to the same incarnation. Messages on the old one may be lost."""
         self._link = link
         self._step(ReservationEvent.LINKED)
 

@@ -1,10 +1,10 @@
-"""The receiving side of the handshake has one stream per incarnation of a rank that sends, made on demand.
+"""The receiving side of the handshake has one stream per incarnation of a sending rank, opened on demand.
 
     link(address) --> connect, Hello, their Hello, checked --> SenderLink
         send_ticket --> RoomWatch (room_watch.py) <-- Status, AbortAck <-- the stream's reader
-    the stream ends --> every watch of it is lost; while somebody awaits such a writer's end, the
+    the stream ends --> every watch of it is lost; while anybody waits for such a writer's end, the
                         endpoint is tried again and again: the same incarnation acknowledges an abort,
-                        another proves that the first is dead
+                        another incarnation proves that the first is dead
 
 All of it runs on one asyncio loop.
 """
@@ -34,7 +34,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 2.0
-# Two monotonic clocks drift apart by up to 1e-4 of this; the fence margin must be well above that.
+# Two monotonic clocks drift apart by up to 1e-4 of this time; the fence margin must be well above that.
 _MAX_STAMP_AGE_S = 3600.0
 
 _Message = handshake_pb2.HandshakeMessage
@@ -42,7 +42,7 @@ _State = handshake_pb2.Status
 
 
 class PullRefused(PeerFailed):
-    """The source grants nothing."""
+    """The source grants nothing. `word` is one of those in common.proto."""
 
     def __init__(self, word: str, held_tokens: int | None) -> None:
         super().__init__(f"the source grants nothing: {word}")
@@ -69,7 +69,7 @@ class SenderConnections:
         self._links: dict[RankAddress, SenderLink] = {}
         self._retired: set[SenderLink] = set()
         self._connecting: dict[RankAddress, asyncio.Task[SenderLink]] = {}
-        # They are lost, and their writers' end is awaited.
+        # These watches have lost their streams, and somebody waits for their writers' end.
         self._orphans: dict[RankAddress, set[RoomWatch]] = {}
         self._seekers: dict[RankAddress, asyncio.Task[None]] = {}
         self._closed = False
@@ -83,14 +83,15 @@ class SenderConnections:
         await self.close()
 
     async def link(self, address: RankAddress) -> "SenderLink":
-        """Return the stream to this incarnation of a rank, made now if there is none.
+        """Return the stream to this incarnation of a rank, and open it if there is none.
 
-        Who asks while it is being made shares the attempt, and its failure: those behind many others do not
-        wait for a silent rank longer than the first.
+        Callers that come while it is being opened share the attempt and its failure, so that nobody waits for
+        a silent rank longer than the first caller.
 
         Raises:
             StaleGeneration: another incarnation, or another rank, answers at the endpoint.
             PeerFailed: nobody answers, or the two ranks do not fit.
+            Unavailable: the connections are closed.
         """
         if self._closed:
             raise Unavailable("the connections are closed")
@@ -121,7 +122,7 @@ class SenderConnections:
     def _connected(self, address: RankAddress, attempt: "asyncio.Task[SenderLink]") -> None:
         del self._connecting[address]
         if not attempt.cancelled():
-            attempt.exception()  # Those who asked may all have left.
+            attempt.exception()  # It is read here because all callers may have left.
 
     def _retire(self, link: "SenderLink") -> None:
         self._retired = {retired for retired in self._retired if retired.alive}
@@ -154,7 +155,7 @@ class SenderConnections:
         return SenderLink(address, shared, stream, stamp_s, received_s, self._clock, self._seek)
 
     def _note_life(self, endpoint: str, seen: RankId) -> None:
-        """Mark earlier incarnations of the same rank at the same endpoint as over, which an answer proves."""
+        """Report earlier incarnations of this rank at this endpoint as dead, which its answer proves."""
         for writer in list(self._orphans):
             same_rank = writer.endpoint == endpoint and writer.id.key == seen.key
             if same_rank and writer.id.generation != seen.generation:
@@ -162,7 +163,6 @@ class SenderConnections:
                     watch.on_writer_dead()
 
     def _seek(self, watch: RoomWatch) -> None:
-        """Find out in the background whether a lost watch's writer has stopped."""
         if self._closed:
             return
         self._orphans.setdefault(watch.writer, set()).add(watch)
@@ -184,13 +184,13 @@ class SenderConnections:
                         continue
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, _MAX_RETRY_S)
-        finally:  # There is no pause since the last look, so that no watch is overlooked.
+        finally:  # Nothing is awaited after the last check, so no watch is missed.
             self._orphans.pop(writer, None)
             del self._seekers[writer]
 
 
 class SenderLink:
-    """It is one stream to one incarnation of a prefill rank; SenderConnections makes it."""
+    """This is one stream to one incarnation of a prefill rank. SenderConnections makes it."""
 
     def __init__(
         self,
@@ -203,14 +203,14 @@ class SenderLink:
         seek: Callable[[RoomWatch], None],
     ) -> None:
         self.address = address
-        self.layout = layout  # It has what both sides have.
+        self.layout = layout  # This is the part that both sides have.
         self._stream = stream
-        self._stamp_s = stamp_s  # It is the peer's clock when it sent its Hello,
-        self._received_s = received_s  # and this is ours, a little later, when that came.
+        self._stamp_s = stamp_s  # This was the peer's clock when it sent its Hello,
+        self._received_s = received_s  # and this was ours, a little later, when that came.
         self._clock = clock
         self._seek = seek
         self._watches: dict[Room, RoomWatch] = {}
-        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}  # Neither ticket nor end has followed.
+        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}  # No ticket and no `end_grant` has followed.
         self._closing_when_idle = False
         self.alive = True
         self._reader = asyncio.create_task(self._read(), name=f"handshake-{address.id}")
@@ -220,15 +220,14 @@ class SenderLink:
 
     @property
     def usable(self) -> bool:
-        """Return whether it may take new tickets: it stands, and the peer's clock was seen not too long
-        ago."""
+        """Return whether it may take new tickets: it stands, and the peer's clock was read lately."""
         return self.alive and self._clock() - self._received_s < _MAX_STAMP_AGE_S
 
     def write_until_s(self, lease_s: float) -> float:
         """Return the end of a lease that begins now, on the peer's clock.
 
-        It is early by the time that its Hello was under way, never late: its clock has gone on at least as
-        far since it sent that stamp as ours has since it came.
+        It is early by the time that the Hello took, and never late: since its stamp the peer's clock has
+        advanced at least as far as ours has since the Hello came.
         """
         return self._stamp_s + (self._clock() - self._received_s) + lease_s
 
@@ -236,7 +235,11 @@ class SenderLink:
         return self._received_s + (write_until_s - self._stamp_s)
 
     def send_ticket(self, ticket: KvTicket) -> RoomWatch:
-        """Raises PeerFailed when the stream has ended; then nothing was sent."""
+        """Send a ticket and return its watch.
+
+        Raises:
+            PeerFailed: the stream has ended; nothing was sent.
+        """
         if not self.alive:
             raise PeerFailed(f"the handshake stream to {self.address.id} was lost")
         watch = RoomWatch(ticket.room, self.address, self, ticket.write_until_s, self._clock, self._seek)
@@ -246,10 +249,13 @@ class SenderLink:
         return watch
 
     def ask(self, request: PullRequest) -> asyncio.Future[PullGrant]:
-        """Ask the peer what it holds of a prompt; its answer comes in the future, PullRefused where it is no.
+        """Ask the peer what it holds of a prompt; the future has its grant, or PullRefused.
 
-        After a grant comes the ticket or `end_grant`, which also is for who awaits it no more. Raises
-        PullRefused when the stream has ended.
+        After a grant the caller sends the ticket, or calls `end_grant`, which it also does if it gives up
+        waiting.
+
+        Raises:
+            PullRefused: the stream has ended.
         """
         if not self.alive:
             raise PullRefused("gone", None)
@@ -259,7 +265,7 @@ class SenderLink:
         return answer
 
     def end_grant(self, room: Room) -> None:
-        """Note that no ticket comes for what was asked for."""
+        """Report to the peer that no ticket comes for a pull that was asked for."""
         if (answer := self._asked.pop(room, None)) is not None:
             answer.cancel()
         if self.alive:
@@ -273,8 +279,7 @@ class SenderLink:
         self._stream.send(_Message(abort=handshake_pb2.Abort(room=room)))
 
     def adopt(self, watches: set[RoomWatch]) -> None:
-        """Take over watches of this incarnation that an earlier stream has lost; their transfers are
-        aborted."""
+        """Take over the watches that an earlier stream to this incarnation has lost, and abort them."""
         for watch in watches:
             self._watches[watch.room] = watch
             watch.on_linked(self)
@@ -345,7 +350,6 @@ class SenderLink:
         self._half_close_if_idle()
 
     def _last_word(self, room: int) -> RoomWatch | None:
-        """Take out the watch of the transfer's ticket, which this stream has nothing more to tell."""
         watch = self._watches.pop(Room(room), None)
         self._half_close_if_idle()
         return watch
@@ -356,7 +360,7 @@ class SenderLink:
 
 
 class _Stream:
-    """It is a Connect call and its channel. Messages are sent in order, without waiting for the wire."""
+    """This is a Connect call and its channel. Messages are sent in order, without waiting for the wire."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -371,7 +375,11 @@ class _Stream:
         self._outbox.put_nowait(None)
 
     async def receive(self) -> _Message:
-        """Raises IsthmusError when the stream has ended, PeerFailed if without a reason."""
+        """Return the next message.
+
+        Raises:
+            IsthmusError: the stream has ended; it is PeerFailed if it ended without an error.
+        """
         with grpc_errors.renaming():
             message: _Message = await self._call.read()
         if message is grpc.aio.EOF:

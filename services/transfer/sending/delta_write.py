@@ -1,4 +1,4 @@
-"""One transfer's write knows which units are final, which are posted, which have landed, and their digests.
+"""The write of one transfer tracks which units are final, posted or landed, and takes their digests.
 
 full attention   [ held by decode | taken .......... | final | not yet computed )      by position
                  0                ^ first            ^ next                     ^ end
@@ -6,13 +6,14 @@ the others       [ taken | final once the prompt is computed )                  
                  0 = first                                   ^ end
 the draft model  as full attention: the same pages, of its own pool
 
-Each unit is posted exactly once: the delta's pages in token order as they are computed, and what is carried
-when the prompt is, with the last pages as far as it fits. Few posts are in flight at a time: after the last
-one, a write lease and the fence's margin must cover no more than those, however long the delta is. What is
-computed meanwhile goes out in one post.
+Each unit is posted exactly once: the delta's pages in token order as they are computed, and the per-request
+state once the prompt is computed, in one post with the last pages if it fits. Few posts are in flight at a
+time, so that the write lease and the fence margin have to cover only those, however long the delta is. What
+is computed meanwhile goes out in one post.
 
-Digests are read from the units by position, not from what was posted, so that pages that went to each other's
-place are noticed too. They are taken a piece at a time, for the sender's thread has other rooms' posts, too.
+Digests are computed from the units by position, not from what was posted, so that two pages that went to each
+other's place are noticed too. They are computed a piece at a time, because the sender's thread also has the
+posts of other transfers to make.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,10 +28,10 @@ from services.values.kv import KvLayout, KvTicket, PageId
 
 @dataclass(slots=True)
 class Sources:
-    """It has a prompt's units in the writer's pools, as far as they are final. Their owner adds to them."""
+    """This has the final units of a prompt in the writer's pools. The transfer's owner adds to them."""
 
-    pages: list[PageId] = field(default_factory=list)  # They are full attention's, from position 0 on.
-    # They are by group beside full attention, in the layout's order, and empty before the prompt is computed.
+    pages: list[PageId] = field(default_factory=list)  # These are full attention's, from position 0 on.
+    # These are by group beside full attention, in the layout's order. It is empty until all are final.
     carried: tuple[Sequence[PageId], ...] = ()
 
     def of(self, group: int) -> Sequence[PageId]:
@@ -41,13 +42,13 @@ class Sources:
 
 @dataclass(slots=True)
 class Lane:
-    """Units [next, end) of a group's sources are still to be taken, each once and in token order."""
+    """The units [next, end) of a group's sources are still to be taken, each once and in token order."""
 
-    group: int  # It names sources and targets.
+    group: int  # Sources and targets are those of this group.
     first: int
     end: int
     next: int
-    pool: int  # They belong to it on either side.
+    pool: int  # The units are in this pool on both sides.
 
     @property
     def done(self) -> bool:
@@ -73,20 +74,20 @@ def lanes_of(ticket: KvTicket, layout: KvLayout) -> list[Lane]:
     return lanes
 
 
-MAX_POSTS_IN_FLIGHT = 2  # One alone would leave the path idle from its end until that is seen.
+MAX_POSTS_IN_FLIGHT = 2  # With one alone the path would be idle between its end and the next poll.
 
 
 class DeltaWrite:
     def __init__(self, ticket: KvTicket, layout: KvLayout, sources: Sources) -> None:
-        """`layout` has what both sides have."""
+        """`layout` is the part of the layout that both sides have."""
         self._lanes = lanes_of(ticket, layout)
         self._targets = [pages_of(runs) for runs in (ticket.runs, *(t.runs for t in ticket.targets))]
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        self._posted: list[tuple[Write, float]] = []  # Each has the time of its post.
+        self._posted: list[tuple[Write, float]] = []  # These are (write, time of its post), the oldest first.
         self._stopped = False
-        self.unsettled = False  # A write has failed, and bytes of it may land still.
-        self.group_bytes = (0,) * len(self._unit_bytes)  # They are by pool, of the writes that have landed.
+        self.unsettled = False  # A write has failed, and bytes of it may still land.
+        self.group_bytes = (0,) * len(self._unit_bytes)  # These count, by pool, the writes that have landed.
         self.descriptors = 0
 
     @property
@@ -105,7 +106,6 @@ class DeltaWrite:
 
     @property
     def stopped(self) -> bool:
-        """Return whether, after `stop`, nothing is in flight any more."""
         return self._stopped and not self._posted
 
     @property
@@ -114,20 +114,19 @@ class DeltaWrite:
 
     @property
     def oldest_post_s(self) -> float | None:
-        """Return when the oldest write in flight was posted; None where there is none."""
         return self._posted[0][1] if self._posted else None
 
     def stop(self) -> None:
         self._stopped = True
 
     def post(self, transport: Transport, peer: PeerName, max_bytes: int, now_s: float) -> None:
-        """Post what comes next, one unit at least, where `can_post`.
+        """Post the next units, at least one; `can_post` must be true.
 
-        It raises as Transport.write does; what failed is not posted again.
+        It raises as `Transport.write` does. Units whose post failed are not posted again.
         """
         moves: list[PageMove] = []
         for lane in self._lanes:
-            most = max(0, max_bytes) // self._unit_bytes[lane.pool]  # One unit may be more than it all.
+            most = max(0, max_bytes) // self._unit_bytes[lane.pool]  # One unit may be larger than max_bytes.
             taken = self._take(lane, most if moves else max(1, most))
             max_bytes -= sum(move.num_pages for move in taken) * self._unit_bytes[lane.pool]
             moves += taken
@@ -142,10 +141,10 @@ class DeltaWrite:
         return merge_moves(units, targets, lane.pool)
 
     def poll(self) -> bool:
-        """Return True when a write has landed since the last call.
+        """Return True if a write has landed since the last call.
 
         Raises:
-            PeerFailed: a write failed; it is polled no more. Others may be in flight.
+            PeerFailed: a write failed and is polled no more. Others may still be in flight.
         """
         before = len(self._posted)
         with self._noting_unsettled():
@@ -179,7 +178,7 @@ class DeltaDigests:
         self._lanes = lanes_of(ticket, layout)
         self._unit_bytes = layout.unit_bytes
         self._sources = sources
-        # They are of the delta's pages in token order, of the per-request state, of the delta's in the
+        # The order is: the delta's pages in token order, the per-request state, the delta's pages in the
         # draft's pool.
         self.values: list[int] = []
 
@@ -188,8 +187,7 @@ class DeltaDigests:
         return all(lane.done for lane in self._lanes)
 
     def advance(self, read_pages: ReadPages, max_bytes: int) -> bool:
-        """Digest what comes next, one unit at least, as far as it is final. Returns False where nothing
-        is."""
+        """Digest the next final units, up to `max_bytes` but at least one. Return False if none is final."""
         lane = next((lane for lane in self._lanes if not lane.done), None)
         if lane is None:
             return False

@@ -1,10 +1,10 @@
-"""The Handshake service of a rank that sends reads what the receiver says and passes it to the sender.
+"""The Handshake service of a sending rank passes the receiver's messages on to the sender.
 
 Hello --> checked --> our Hello --> KvTicket | RenewLease | Abort ... --> link_lost when the stream ends
                           Status | AbortAck <-- queue <-- the sender's thread
 
-When that thread is given up no word comes any more, so every stream ends: decode then has its pages back by
-fence time, and need not wait for a word.
+When that thread is given up it answers nothing any more, so every stream is ended: decode then gets its pages
+back after fence time, without waiting for an answer.
 """
 
 import asyncio
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 _GONE = "the rank sends no KV any more"
 
-# It is told which link a rank asks on, and answers through the sender.
+# It gets the link, the asking rank and its request, and answers through the sender.
 Lend = Callable[[int, RankId, PullRequest], None]
 _Messages = AsyncIterator[handshake_pb2.HandshakeMessage]
 _Outbox = asyncio.Queue[handshake_pb2.HandshakeMessage]
 
 
 class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
-    """It is to be served with net/guard.ErrorInterceptor, which answers what is raised here."""
+    """It is to be served with net/guard.ErrorInterceptor, which turns exceptions into gRPC statuses."""
 
     def __init__(
         self, sender: KvSender, sender_gone: asyncio.Event | None = None, lend: Lend | None = None
@@ -58,7 +58,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
 
         Raises:
             ProtocolError: the two ranks do not fit, or decode breaks the protocol.
-            Unavailable: the sender's thread is given up.
+            Unavailable: the sender's thread was given up.
         """
         if self._sender_gone.is_set():
             raise Unavailable(_GONE)
@@ -71,7 +71,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         finally:
             self._sender.link_lost(link_id)
             writer.cancel()
-            # A write that fails tells that the stream has ended, which the reader has seen as well.
+            # A write fails only if the stream has ended, which the reader has seen as well.
             await asyncio.gather(writer, return_exceptions=True)
 
     async def DescribeRanks(
@@ -140,13 +140,12 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
 
 
 def _send_into(outbox: _Outbox) -> Send:
-    """Return a Send into the running loop's outbox, for any thread."""
     loop = asyncio.get_running_loop()
 
     def send(message: handshake_pb2.HandshakeMessage) -> None:
         try:
             loop.call_soon_threadsafe(outbox.put_nowait, message)
-        except RuntimeError:  # The loop is closed, and the stream with it.
+        except RuntimeError:  # The loop is closed, and so is the stream.
             log.debug("kv_status_undelivered message=%s", message.WhichOneof("message"))
 
     return send

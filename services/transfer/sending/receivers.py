@@ -1,16 +1,17 @@
-"""The transport knows the ranks that receive, decode ranks, as reached, in doubt, or forgotten.
+"""A receiving rank (a decode rank) is known to the transport, in doubt, or forgotten.
 
     reach(link) --> known --a write fails or takes too long--> in doubt: gets no more tickets
                       |                                           |
-                      +---no link, no room, no stuck write--------+---> forgotten, reached anew at a ticket
+                      +---no link, transfer or stuck write -------+---> forgotten, reached anew at a ticket
 
-A connection may be broken for good while the handshake stream stands, so one in doubt is not used again. A
-write that was given up is stuck: the transport holds it, and its connection, until it ends, if it does.
+A transport's connection may be broken for good while the handshake stream stands, so one in doubt is not
+used again. A write that was given up is stuck: the transport holds it, and its connection, until it ends.
 
-Failures tell whose fault it is that no write lands: the decode ranks', or our own transport's. One counts
-while the decode rank's Handshake stream stands, and the next one to it only once it has asked again over a
-connection made anew: a rank that dies with many writes under way counts once, and no more when its stream is
-lost. A write that lands, to whom it may be, proves our transport and wipes all off.
+Failures show why no write lands: because of the decode ranks, or because of our own transport. A failure
+counts only while the decode rank's Handshake stream stands. The next failure to the same rank counts only
+after it has asked again over a new connection. So a rank that dies with many writes under way counts once,
+and no more once its stream is lost. A write that lands at any rank proves that our transport works, and
+clears all failures.
 """
 
 import logging
@@ -24,7 +25,7 @@ from services.values.errors import PeerFailed
 from services.values.rank import RankId
 
 MAX_FAILURES = 5
-MIN_SPAN_S = 60.0  # A network that is away for shorter costs no rank its incarnation.
+MIN_SPAN_S = 60.0  # A shorter outage of the network restarts no rank.
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ class Failures:
         self._rows.clear()
 
     def asked(self, decode: RankId) -> None:
-        """Note that it wants something written, over a connection on which no write has failed."""
+        """Note that the rank wants something written, over a connection on which no write has failed."""
         if (row := self._rows.get(decode)) is not None:
             row.asked_again = True
 
@@ -56,12 +57,11 @@ class Failures:
         row.asked_again = False
 
     def forget(self, decode: RankId) -> None:
-        """Drop its failures: its stream is lost, which says enough."""
+        """Drop the rank's failures: its lost stream shows that the fault is on its side."""
         self._rows.pop(decode, None)
 
     def are_ours(self, linked: Iterable[RankId], now_s: float) -> bool:
-        """Return whether only a new incarnation of this rank can help; `linked` are those whose streams
-        stand.
+        """Return whether only a restart of this rank can help; `linked` are the ranks whose streams stand.
 
         One rank that cannot be written to proves nothing, unless there is no other to compare it with.
         """
@@ -77,11 +77,11 @@ log = logging.getLogger(__name__)
 
 
 class TransportBroken(Exception):
-    """No write lands any more, to whomever."""
+    """No write lands at any rank any more."""
 
 
 class Peers:
-    """It belongs to one RoomTable, whose links these are, and is called from its thread."""
+    """These are the peers of one RoomTable, which owns `links`. All calls come from its thread."""
 
     def __init__(self, transport: Transport, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
         self._transport = transport
@@ -89,7 +89,7 @@ class Peers:
         self._clock = clock
         self._failures = Failures()
         self._doubted: set[PeerName] = set()
-        self._late: set[PeerName] = set()  # These of the doubted ones have a write that does not end.
+        self._late: set[PeerName] = set()  # These are the doubted ones with a write that does not end.
         self._stuck: list[tuple[PeerName, DeltaWrite]] = []
         self._landed_s: dict[PeerName, float] = {}
 
@@ -109,7 +109,7 @@ class Peers:
         self._failures.asked(link.decode)
 
     def doubt(self, peer: PeerName, decode: RankId, *, late: bool) -> None:
-        """Reach it anew once no transfer uses its connection, and until then give it no more tickets."""
+        """Give the peer no more tickets until no transfer uses its connection and it is reached anew."""
         self._doubted.add(peer)
         if late:
             self._late.add(peer)
@@ -124,7 +124,7 @@ class Peers:
             self._failures.forget(link.decode)
 
     def check_transport(self) -> None:
-        """Raises TransportBroken, once, when a new incarnation of this rank is due."""
+        """Raise TransportBroken, once, when this rank has to be restarted."""
         if self._failures.are_ours((link.decode for link in self._links.values()), self._clock()):
             tried = self._failures.decodes
             self._failures = Failures()
@@ -135,14 +135,12 @@ class Peers:
         self._landed_s[peer] = self._clock()
 
     def last_landed_s(self, peer: PeerName) -> float:
-        """Return when a write to it has landed last; before all time where none has."""
-        return self._landed_s.get(peer, float("-inf"))
+        return self._landed_s.get(peer, float("-inf"))  # This is before all time if none has landed.
 
     def keep_stuck(self, peer: PeerName, delta: DeltaWrite) -> None:
         self._stuck.append((peer, delta))
 
     def poll_stuck(self) -> list[PeerName]:
-        """Return those peers of which a delta's last write has ended after all."""
         for peer, delta in self._stuck:
             try:
                 delta.poll()
@@ -156,7 +154,7 @@ class Peers:
         self._stuck = []
 
     def drop_unused(self, peer: PeerName, rooms: Iterable[SendingRoom]) -> None:
-        """Forget a peer that no link, none of the rooms and no stuck write needs."""
+        """Forget a peer that no link, no transfer and no stuck write needs."""
         in_use = any(link.peer == peer for link in self._links.values())
         if in_use or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
             return

@@ -1,4 +1,4 @@
-"""A room is what a rank that sends knows of one transfer, and what it says of its end."""
+"""A sending rank keeps one record for each transfer, and reports from it how the transfer ended."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ _HIT = {
 class Outcome(Enum):
     LANDED = "landed"
     FAILED = "failed"
-    ABORTED = "aborted"  # Decode aborted it, or whoever cancelled the request here.
+    ABORTED = "aborted"  # Decode aborted it, or the request was cancelled here.
 
 
 _OUTCOMES = {
@@ -39,13 +39,13 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True)
 class RoomEnd:
-    """It is what became of a request's transfer. `error` says why, unless it landed."""
+    """This is the outcome of a request's transfer. `error` says why it did not land."""
 
     outcome: Outcome
     error: str | None
-    group_bytes: tuple[int, ...] = ()  # They were moved, by pool; it is empty where nothing was begun.
+    group_bytes: tuple[int, ...] = ()  # So many were moved, by pool; it is empty if nothing was begun.
     descriptors: int = 0
-    seconds: float = 0.0  # They count from when ticket and request were both there.
+    seconds: float = 0.0  # This counts from when both ticket and request were there.
 
     @property
     def bytes_moved(self) -> int:
@@ -56,29 +56,29 @@ class RoomEnd:
 class Request:
     prompt_len: int
     decode: RankId
-    on_end: Callable[[RoomEnd], None]  # It is called once: no source page is read any more.
+    on_end: Callable[[RoomEnd], None]  # It is called once, when no source page is read any more.
     ticket_deadline_s: float
-    # It is called before `on_end`, where a failure is known before.
+    # It is called before `on_end` if a failure is known before.
     on_failed: Callable[[RoomEnd], None] = lambda end: None
-    with_draft: bool = True  # The draft model's pages are written, too, where both sides have them.
+    with_draft: bool = True  # The draft model's pages are written, too, if both sides have them.
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """`send` is safe from any thread and does not raise."""
+    """`send` may be called from any thread and does not raise."""
 
     decode: RankId
-    layout: KvLayout  # It has what both sides have.
-    memories: tuple[PoolMemory, ...]  # The layout describes them.
+    layout: KvLayout  # This is the part that both sides have.
+    memories: tuple[PoolMemory, ...]  # These are the peer's pools, as in the layout.
     send: Send
     agent_metadata: bytes
-    # It is None where the transport has not reached it, or a write to it has failed since.
+    # This is None until the transport has reached it, and again once a write to it has failed.
     peer: PeerName | None = None
 
 
 @dataclass(slots=True, eq=False)
 class SendingRoom:
-    """A RoomTable owns it, whose `_step` alone changes the state."""
+    """This is a transfer's record. A RoomTable owns it, and only its `_step` changes the state."""
 
     id: Room
     decode: RankId
@@ -86,16 +86,16 @@ class SendingRoom:
     link: Link | None = None
     ticket: KvTicket | None = None
     write_until_s: float = 0.0
-    earlier_start: int = 0  # It counts tokens, and is sent when a ticket is sent back.
-    request: Request | None = None  # It is set until its on_end is called.
+    earlier_start: int = 0  # This is in tokens; it goes with a ticket that is sent back.
+    request: Request | None = None  # This is set until its on_end is called.
     sources: Sources = field(default_factory=Sources)
-    peer: PeerName | None = None  # It writes there, from its ticket on.
+    peer: PeerName | None = None  # Writes go there; it is set from the ticket on.
     delta: DeltaWrite | None = None
-    unsettled: bool = False  # Bytes of a failed write may land still, also when it is over.
-    digests: DeltaDigests | None = None  # They are set where its ticket wants them.
+    unsettled: bool = False  # Bytes of a failed write may still land, also when it is over.
+    digests: DeltaDigests | None = None  # This is set if the ticket asks for digests.
     began_s: float = 0.0
-    late_s: float | None = None  # A write of it takes too long since then.
-    given_up: bool = False  # The write has taken longer still.
+    late_s: float | None = None  # A write was found to be late at this time.
+    given_up: bool = False  # The late write has not ended in time either.
     outcome: Outcome | None = None
     reason: str = ""
 
@@ -114,7 +114,6 @@ class SendingRoom:
 
     @property
     def deadline_s(self) -> float | None:
-        """Return when it has waited long enough for its other half."""
         if self.delta is not None:
             return None
         if self.ticket is not None:
@@ -126,12 +125,11 @@ class SendingRoom:
         return "ticket" if self.ticket is None else "request"
 
     def note_outcome(self, event: RoomEvent, reason: str) -> None:
-        """Keep the first event that settles the transfer's outcome, to report it."""
         if self.outcome is None and event in _OUTCOMES:
             self.outcome, self.reason = _OUTCOMES[event], reason
 
     def end(self, now_s: float) -> RoomEnd:
-        """Return what to tell the request; one that came when the transfer was over has failed."""
+        """Return what to report to the request. A request that came after the transfer's end has failed."""
         if self.delta is None:
             outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
             return RoomEnd(outcome, self.reason or "the room is over")

@@ -1,11 +1,11 @@
-"""The rooms of a rank that sends take tickets, requests and pages, and make writes and last words of them.
+"""A sending rank's transfers take tickets, requests and pages, and turn them into writes and last words.
 
-One thread calls everything here. A room's states are drawn in services/kv/handshake.py; this is the shell
-that performs the table's effects. It adds to them:
+One thread calls everything here. services/kv/handshake.py draws a transfer's states; this is the shell that
+performs the table's effects. It adds to them:
 
-    pages_ready, ---> DeltaWrite <---- turn(): poll, check the lease, post one piece per room
-    carried_ready                         |     a write that does not end fails its room, which ends when the
-                                          |     write does, or is given up
+    pages_ready, ---> DeltaWrite <---- turn(): poll, check the lease, post one piece per transfer
+    carried_ready                         |     a write that does not end fails its transfer, which ends when
+                                          |     the write ends or is given up
     ENDED, ABANDONED <--------------------+--> on_failed(RoomEnd), as soon as that is known
       (kept as tombstones, a bounded      +--> on_end(RoomEnd), once: no source page is read any more; after
        number, so that a late ticket           an unsettled write no sooner than decode reuses its pages
@@ -35,13 +35,13 @@ from services.wire.isthmus.v1 import handshake_pb2
 log = logging.getLogger(__name__)
 
 _MAX_TOMBSTONES = 4096
-_UNSETTLED_S = 5.0  # It passes after lease and last word, for what of a failed write is on its way still.
-# A write is late when it was posted `max_post_s` ago and no write to its rank has landed for as long: many
-# transfers wait for each other on a slow path, and one that lands shows that the path works. After this many
-# times `max_post_s` a write is late in any case. The request of a late write fails. Its pages wait for the
-# write to end, for as long again: no path that KV is sent over is slower.
+_UNSETTLED_S = 5.0  # Bytes of a failed write may land so long after lease and last word.
+# A write is late when it was posted `max_post_s` ago and no write to its rank has landed for as long. (Many
+# transfers wait for each other on a slow path, and one that lands shows that the path works.) After this many
+# times `max_post_s` a write is late in any case. The request of a late write fails, and its pages wait as
+# long again for the write to end. No path over which KV is sent is slower.
 _MAX_LATENESS = 10
-# It takes about a millisecond, in which no other transfer's pages are posted; a large state takes more.
+# A piece takes about 1 ms (a large state more), and no other transfer's pages are posted meanwhile.
 _DIGEST_PIECE_BYTES = 4 * 2**20
 
 
@@ -57,7 +57,7 @@ class RoomTable:
         max_post_s: float = 30.0,
         heard_s: Callable[[], float] | None = None,
     ) -> None:
-        """`heard_s` returns up to when all has been heard that was said; lateness is judged by that."""
+        """`heard_s` returns the time up to which all messages were read; lateness is judged by it."""
         self._heard_s = heard_s or clock
         self._transport = transport
         self._layout = layout
@@ -70,7 +70,7 @@ class RoomTable:
         self._peers = Peers(transport, self._links, clock)
         self._rooms: dict[Room, SendingRoom] = {}
         self._tombstones: OrderedDict[Room, SendingRoom] = OrderedDict()
-        # They are of rooms that are over, with the time when on_end is due.
+        # These are of transfers that are over, with the time when on_end is due.
         self._unsettled: list[tuple[float, Request, RoomEnd]] = []
         self.bytes_moved_total = 0
         self.descriptors_total = 0
@@ -97,7 +97,7 @@ class RoomTable:
         link = self._links[link_id] = Link(hello.rank, shared, memories, send, hello.agent_metadata)
         try:
             self._peers.reach(link)
-        except PeerFailed as error:  # Its tickets are told.
+        except PeerFailed as error:  # Its tickets will be refused with the reason.
             log.warning("kv_peer_unreachable decode=%s reason=%r", hello.rank, str(error))
 
     def link_lost(self, link_id: int) -> None:
@@ -133,7 +133,7 @@ class RoomTable:
         if (link := self._links.get(link_id)) is None:
             return
         room = self._find(room_id, link.decode)
-        if room.decode != link.decode:  # Nothing of this decode rank's is written under that name.
+        if room.decode != link.decode:  # This decode rank has no transfer of that name.
             link.send(handshake_pb2.HandshakeMessage(abort_ack=handshake_pb2.AbortAck(room=room_id)))
             return
         room.link = link  # It may be a new one: the ack goes where the abort came from.
@@ -188,7 +188,7 @@ class RoomTable:
         room.sources.carried = tuple(units)
 
     def grant(self, link_id: int, grant: PullGrant) -> None:
-        """Tell the puller that all is there for a ticket, if the room still waits for one."""
+        """Report to the puller that all is ready for its ticket, if the transfer still waits for one."""
         room, link = self._rooms.get(grant.room), self._links.get(link_id)
         if room is None or room.request is None or room.request.prompt_len != grant.end:
             return
@@ -210,12 +210,12 @@ class RoomTable:
     # -- time -------------------------------------------------------------------------------------------
 
     def turn(self, begins: Callable[[], None] = lambda: None) -> bool:
-        """Poll what is posted, post what can be, end what has waited too long.
+        """Poll what is posted, post what can be posted, and end what has waited too long.
 
-        `begins` is called before each room.
+        `begins` is called before each transfer is served.
 
         Returns:
-            True where it is to be called again at once.
+            True if it should be called again at once.
 
         Raises:
             TransportBroken: no write lands any more; this is raised once.
@@ -234,22 +234,21 @@ class RoomTable:
         return progressed
 
     def next_deadline_s(self) -> float | None:
-        """Return when, on the clock, `turn` is due though no message comes and nothing is in flight."""
+        """Return when `turn` is due although no message comes and nothing is in flight; None is never."""
         deadlines = [room.deadline_s for room in self._rooms.values() if room.deadline_s is not None]
         deadlines += [room.write_until_s for room in self._rooms.values() if _could_post(room)]
         deadlines += [due_s for due_s, _, _ in self._unsettled]
         return min(deadlines, default=None)
 
     def fail_all(self, reason: str) -> None:
-        """Post nothing any more; `turn` until no transfer is open."""
         for room in list(self._rooms.values()):
             self._step(room, RoomEvent.FAILED, reason)
 
     def give_up_all(self) -> None:
-        """Call the on_end that are still due; only once the transport is closed.
+        """Call each on_end that is still due; the transport must be closed.
 
-        Every write goes before the first of them is called: one that is left keeps a closed transport alive,
-        and so the others may still read their pages.
+        All writes are released before the first on_end is called: a write that is left keeps a closed
+        transport alive, and so the other writes could still read their pages.
         """
         rooms, now_s = list(self._rooms.values()), self._clock()
         due = [(room.request, room.end(now_s)) for room in rooms if room.request is not None]
@@ -270,12 +269,9 @@ class RoomTable:
             self._step(room, event, reason)
 
     def _find(self, room_id: Room, decode: RankId) -> SendingRoom:
-        """Return the room, or a new one that only `_step` makes known."""
         return self._rooms.get(room_id) or self._tombstones.get(room_id) or SendingRoom(room_id, decode)
 
     def _judge(self, room: SendingRoom, link: Link, ticket: KvTicket) -> tuple[RoomEvent, str]:
-        """Return what the first ticket of a room is, and what is wrong with it; the room keeps a right
-        one."""
         prompt_len = room.request.prompt_len if room.request is not None else None
         try:
             self._peers.reach(link)
@@ -332,7 +328,7 @@ class RoomTable:
         return landed
 
     def _check_late(self, room: SendingRoom, delta: DeltaWrite) -> None:
-        """Raises PeerFailed, once, where a write takes too long. Its end is then waited for all the same."""
+        """Raise PeerFailed, once, if a write takes too long. Its end is still waited for."""
         posted_s, now_s = delta.oldest_post_s, self._heard_s()
         if posted_s is None or room.late_s is not None:
             return
@@ -348,7 +344,7 @@ class RoomTable:
         return late_s is not None and self._heard_s() >= late_s + _MAX_LATENESS * self._max_post_s
 
     def _give_up(self, room: SendingRoom, delta: DeltaWrite) -> None:
-        """Say the room's last word although a write of it is under way."""
+        """Mark the transfer as given up, so that it gets its last word although a write is under way."""
         assert room.peer is not None
         log.warning("kv_write_given_up room=%016x decode=%s", room.id, room.decode)
         room.given_up = delta.unsettled = True
@@ -377,7 +373,7 @@ class RoomTable:
             self._perform(room, effect, reason, asker)
         if room.is_over:
             self._finish(room)
-        # Otherwise a ticket was sent back, and there is nothing more.
+        # Otherwise a ticket was sent back, and nothing is to be kept.
         elif room.ticket is not None or room.request is not None:
             self._rooms[room.id] = room
 
@@ -417,7 +413,7 @@ class RoomTable:
     def _finish(self, room: SendingRoom) -> None:
         request, peer, end = room.request, room.peer, room.end(self._clock())
         room.request, room.delta, room.digests, room.peer, room.sources = None, None, None, None, Sources()
-        room.ticket, room.link = None, None  # Messages to a room that is over say where they come from.
+        room.ticket, room.link = None, None  # A later message brings its own link.
         self._rooms.pop(room.id, None)
         self._tombstones[room.id] = room
         if len(self._tombstones) > _MAX_TOMBSTONES:
@@ -430,7 +426,7 @@ class RoomTable:
             _notify(request.on_end, end)
 
     def _let_go_of_settled(self) -> None:
-        """End what waited for failed writes: their bytes have landed by now, or never will."""
+        """Call on_end for transfers with failed writes whose bytes have landed by now, or never will."""
         if not self._unsettled:
             return
         now_s, kept = self._clock(), self._unsettled
@@ -451,7 +447,7 @@ def _could_post(room: SendingRoom) -> bool:
 def _stop_writes(room: SendingRoom) -> None:
     assert room.delta is not None
     room.delta.stop()
-    room.digests = None  # Nobody will be told.
+    room.digests = None  # Nobody will get them.
 
 
 def _refuse(link: Link, room_id: Room, reason: str, held_tokens: int = 0) -> None:
@@ -463,5 +459,5 @@ def _refuse(link: Link, room_id: Room, reason: str, held_tokens: int = 0) -> Non
 def _notify(listener: Callable[[RoomEnd], None], end: RoomEnd) -> None:
     try:
         listener(end)
-    except Exception:  # The engine made it; the other rooms go on.
+    except Exception:  # It is the engine's code; the other transfers go on.
         log.exception("kv_end_callback_failed end=%s", end)

@@ -1,4 +1,4 @@
-"""The sending side of every transfer is a thread that owns the transport and the rooms.
+"""The sending side of all transfers is one thread, which owns the transport and the table of transfers.
 
     start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
@@ -6,13 +6,14 @@
         engine's thread --pages, carried ready---------------------+                  |
                                                                                       |
         on_failed, on_end, link.send(Status | AbortAck) <--- from the sender's thread +
-    stop() --> nothing is posted any more; what is posted is waited for, briefly; the transport closes
+    stop() --> nothing is posted any more; posted writes get a short time to end; the transport closes
 
-Each call posts one command and returns at once. A transport's agent is not thread-safe, so nothing
-else touches it. While writes are in flight the thread polls: without pause at first, then at up to 1 ms.
+Each call puts one command into the queue and returns at once. A transport's agent is not thread-safe, so
+nothing else touches it. While writes are in flight the thread polls: at first without a pause, then with
+pauses of up to 1 ms.
 
-A transport call that never comes back can be noticed (`watch`) and given up (`abandon`); only the end of the
-process ends it. Whatever the thread still does then reads the pool, which has to stay.
+A transport call that never returns can be noticed (`watch`) and given up (`abandon`), but only the end of the
+process ends it. The thread may then still read the pool, which therefore has to stay.
 """
 
 import logging
@@ -34,12 +35,12 @@ log = logging.getLogger(__name__)
 
 Command = Callable[[RoomTable], None]
 
-_SPINS = 50  # Unproductive polls come so many times without a pause: about the time of a small write.
+_SPINS = 50  # So many idle polls follow each other without a pause: about the time of a small write.
 _MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 1e-3
 _LATE_PAUSE_S = 0.05
 _STOP_TIMEOUT_S = 2.0
-# The thread has so long to do all that it does at its end, the transport's closing included.
+# The thread may take so long to end, including the closing of the transport.
 _END_LIMIT_S = 10.0
 
 
@@ -58,11 +59,10 @@ class KvSender:
         heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """`memories` are as in `Hello.of`. A post may take `max_post_s`, or longer while others to its decode
-        rank land. `heard_s` is as for RoomTable; any thread may call it.
+        """`memories` are as in `Hello.of`, and `heard_s` is as for RoomTable; any thread may call it.
 
-        `on_crash` is called from the thread when a bug of ours ends it, or the transport is TransportBroken:
-        nothing can be sent any more.
+        A post may take `max_post_s`, or longer while other writes to its decode rank land. `on_crash` is
+        called from the thread if a bug ends it, or on TransportBroken: nothing can be sent any more.
         """
         self._open_transport = open_transport
         self._memories = memories
@@ -76,9 +76,9 @@ class KvSender:
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self.watch = TurnWatch()
-        self._gone = threading.Event()  # It has ended, or was given up.
+        self._gone = threading.Event()  # The thread has ended, or was given up.
         self._abandoned = False
-        self._accepting = threading.Lock()  # It is held while a command is put, or the last one taken.
+        self._accepting = threading.Lock()  # It guards `_stopped` and the queue's last command.
         self._stopped = True
         self._stopping = False
         self._started = threading.Event()
@@ -92,18 +92,21 @@ class KvSender:
         return f"KvSender({self._own_id} {self._rooms!r})"
 
     def start(self) -> None:
-        """Start the thread; return once the pools are registered. Raises ConfigError when it cannot be."""
+        """Start the thread, and return once the pools are registered.
+
+        Raises:
+            ConfigError: they cannot be registered.
+        """
         self._thread.start()
         self._started.wait()
         if self._start_error is not None:
             raise self._start_error
 
     def stop(self) -> bool:
-        """End every transfer and the thread, close the transport; return when that is done.
+        """End every transfer and the thread, close the transport, and return when that is done.
 
         Returns:
-            False where the thread hangs, is not waited for, and may read the pool for as long as the process
-            lives.
+            False if the thread hangs: it is given up, and may read the pool while the process lives.
         """
         self._post(self._stop)
         if not self._gone.wait(_END_LIMIT_S):
@@ -111,7 +114,7 @@ class KvSender:
         return not self._thread.is_alive() or not self._abandoned
 
     def abandon(self) -> str:
-        """Take no more commands, and return where the thread hangs; nobody waits for it any more."""
+        """Accept no more commands and wait no more for the thread; return the stack at which it hangs."""
         self._abandoned = self._stopping = True
         with self._accepting:
             self._stopped = True
@@ -120,13 +123,11 @@ class KvSender:
 
     @property
     def own_hello(self) -> Hello:
-        """Return what the handshake server answers with; it is there once started."""
         assert self._hello is not None, "the sender has not been started"
         return self._hello
 
     @property
     def kv_paths(self) -> tuple[KvPath, ...]:
-        """Return by what KV has crossed; empty before the first write has landed."""
         return tuple(self._transport.paths) if self._transport is not None else ()
 
     @property
@@ -148,7 +149,7 @@ class KvSender:
     # -- from the handshake server ----------------------------------------------------------------------
 
     def hello(self, link_id: int, peer: Hello, send: Send) -> None:
-        """Note that a link stands. `send` is called from the sender's thread and must not raise."""
+        """Note that a link stands. The sender's thread calls `send`, which must not raise."""
         self._post(lambda rooms: rooms.link_up(link_id, peer, send))
 
     def ticket(self, link_id: int, ticket: KvTicket) -> None:
@@ -167,7 +168,7 @@ class KvSender:
         self._post(lambda rooms: rooms.link_lost(link_id))
 
     def refuse_pull(self, link_id: int, room: Room, word: str, held_tokens: int = 0) -> None:
-        """Tell who asked for a pull that there is none; `word` is one of common.proto's."""
+        """Refuse a pull; `word` is one of those in common.proto."""
         self._post(lambda rooms: rooms.refuse_pull(link_id, room, word, held_tokens))
 
     # -- from the engine --------------------------------------------------------------------------------
@@ -183,11 +184,10 @@ class KvSender:
         *,
         with_draft: bool = True,
     ) -> None:
-        """Open the transfer of a Prefill call that came, or of a grant. `on_end` is called once, from the
-        sender's thread.
+        """Open the transfer of a Prefill call, or of a grant.
 
-        After it no source page of the transfer is read any more; until then they must not be reused. Where it
-        is known before that a transfer fails, `on_failed` tells.
+        `on_end` is called once, from the sender's thread. Until then the transfer's source pages must not be
+        reused; after it none is read any more. `on_failed` is called before it if a failure is known earlier.
         """
         deadline_s = self.clock() + ticket_timeout_s
         request = Request(prompt_len, decode, on_end, deadline_s, on_failed, with_draft)
@@ -197,29 +197,29 @@ class KvSender:
     def pages_ready(self, room: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
         """Note that the KV of [start_token, end_token) is final and in `pages`, in token order.
 
-        The first call of a transfer starts at 0, each next one where the last ended; only the prompt's last
-        page may be filled in part.
+        A transfer's first call starts at 0, and each next one where the last ended. Only the prompt's last
+        page may be partly filled.
         """
         self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
 
     def carried_ready(self, room: Room, units: Sequence[Sequence[PageId]]) -> None:
-        """Note that the state at the prompt's end is final and in `units`.
+        """Note that the per-request state at the prompt's end is final and in `units`.
 
-        These are by group beside full attention, in the layout's order, each in token order. It is called
-        once, after the last pages_ready, where the layout has per-request state.
+        These are by group beside full attention, in the layout's order, each group's in token order. This is
+        called once, after the last `pages_ready`, if the layout has per-request state.
         """
         self._post(lambda rooms: rooms.carried_ready(room, units))
 
     def grant(self, link_id: int, grant: PullGrant) -> None:
-        """Tell the puller, once all is ready in the transfer's room."""
+        """Send the grant to the puller, once all pages of the transfer are ready."""
         self._post(lambda rooms: rooms.grant(link_id, grant))
 
     def cancel_room(self, room: Room) -> None:
-        """Note that the Prefill call was cancelled. on_end still comes, when the posted writes have ended."""
+        """Note that the Prefill call was cancelled. on_end is still called, after the posted writes' end."""
         self._post(lambda rooms: rooms.cancel_room(room))
 
     def fail_room(self, room: Room, reason: str) -> None:
-        """Note that the Prefill call failed; decode gets `reason`. on_end comes as after cancel_room."""
+        """Note that the Prefill call failed; decode gets `reason`. on_end is called as after a cancel."""
         self._post(lambda rooms: rooms.fail_room(room, reason))
 
     # -- the thread -------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class KvSender:
         return self._rooms
 
     def _post(self, command: Command) -> bool:
-        """Return False where the thread has ended, or not begun, and nothing will come of it."""
+        """Return False, with the command dropped, if the thread has ended or not begun."""
         with self._accepting:
             if not self._stopped:
                 self._inbox.put(command)
@@ -293,7 +293,7 @@ class KvSender:
             late = idle_turns - _SPINS
             return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
         deadline_s = rooms.next_deadline_s()
-        # A deadline that is over is not acted upon before all was heard that came in time.
+        # A deadline that has passed waits until all messages that came in time were read.
         return None if deadline_s is None else max(_LATE_PAUSE_S, deadline_s - self.clock())
 
     def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
@@ -302,7 +302,7 @@ class KvSender:
             while True:
                 self.watch.begins()
                 command(rooms)
-                if self._stopping:  # The others are left to `_drain`.
+                if self._stopping:  # `_drain` applies the others.
                     return
                 command = self._inbox.get_nowait()
         except Empty:
@@ -313,7 +313,7 @@ class KvSender:
         return self._inbox.get(timeout=wait_s)
 
     def _end(self, rooms: RoomTable, transport: Transport) -> None:
-        """Call every on_end, also when what ended the thread happens again here."""
+        """Call every on_end, even if the error that ended the thread happens again here."""
         try:
             self._drain(rooms)
             rooms.fail_all("the rank is stopping")
@@ -327,7 +327,7 @@ class KvSender:
     def _close(self, transport: Transport) -> None:
         try:
             transport.close()
-        except Exception:  # It may not end as it should with writes in flight.
+        except Exception:  # Closing may fail with writes in flight.
             log.exception("kv_transport_close_failed rank=%s", self._own_id)
 
     def _await_writes(self, rooms: RoomTable) -> None:
@@ -339,8 +339,8 @@ class KvSender:
             log.warning("kv_writes_left rank=%s writes=%d", self._own_id, rooms.writes_in_flight)
 
     def _drain(self, rooms: RoomTable) -> None:
-        """Take no more commands; apply those that are there, so that no on_end is forgotten."""
         with self._accepting:
             self._stopped = True
+        # The commands that were accepted are applied, so that no on_end is forgotten.
         while not self._inbox.empty():
             self._inbox.get()(rooms)
