@@ -287,7 +287,6 @@ class CarriedCache:
         seq.rests = True
 
     def close(self, seq: SequenceCarried) -> None:
-        """Drop all its units. It raises ProtocolError if the sequence is not open."""
         self._require(seq, quarantined=False)
         self._end(seq)
 
@@ -406,7 +405,6 @@ class CarriedCache:
         return point.slot
 
     def _make_room(self, pool: _Pool, num_units: int, spared: SavedPoint | None = None) -> bool:
-        """Evict until so many units are free. Return False if nothing is left that may be dropped."""
         while not (fit := self._evict_points(pool, num_units, spared)) and self._drop_least_saved():
             pass
         return fit

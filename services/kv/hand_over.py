@@ -92,7 +92,7 @@ class HandOverOutcome:
 
 
 class HandOver(Generic[Successor]):
-    """`next` returns what to offer to whom; exactly one other method is then called with the answer."""
+    """`next` returns what to offer to whom; the method that fits the successor's answer is called then."""
 
     def __init__(self, prefixes: Sequence[IdlePrefix], successors: Sequence[Successor]) -> None:
         self.outcome = HandOverOutcome()
@@ -135,7 +135,7 @@ class HandOver(Generic[Successor]):
         asked.given_tokens += held_tokens
         self.outcome.handed_tokens += held_tokens
         self.outcome.handed_prefixes += 1
-        self.outcome.left_tokens += prefix.tokens - held_tokens
+        self.outcome.left_tokens += prefix.tokens - held_tokens  # It had no room for these.
         for fork, _ in prefix.forks:
             self._went[fork] = successor
 

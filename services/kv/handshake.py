@@ -304,7 +304,6 @@ def expects_ticket(state: RoomState) -> bool:
 
 
 def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:
-    """Return the next state and the effects of a transfer, as `step_reservation` does."""
     return _look_up(ROOM, state, event)
 
 

@@ -114,9 +114,7 @@ class PageAllocator:
 
 
 class UnitPool:
-    """This pool counts the holders of each unit: a sequence and checkpoints may hold the same page. A unit
-    that nobody holds is free.
-    """
+    """A unit has any number of holders, such as a sequence and checkpoints; one without any is free."""
 
     def __init__(self, num_units: int) -> None:
         self._allocator = PageAllocator(num_units)

@@ -90,8 +90,6 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """This counts the pages of a prompt that are cached, and those of them that are locked."""
-
     cached_pages: int
     locked_pages: int
     deepest: Node | None = field(default=None, compare=False, repr=False)  # A later look-up begins there.
@@ -142,7 +140,7 @@ class UseTimes:
         return self._clock() - second
 
     def number_at(self, idle_s: float) -> float:
-        """Return a number that stands for the moment `idle_s` seconds ago, or one a little earlier."""
+        # What it returns stands for that moment, or one a little earlier.
         self.count()
         second = self._clock() - idle_s
         at = max(0, bisect_right(self._seconds, second) - 1)
@@ -311,7 +309,6 @@ class RadixTree:
         self._forget_idle_root(node)
 
     def evict(self, num_pages: int) -> list[PageId]:
-        """Remove up to `num_pages` unlocked pages, in the order given above, and return them."""
         pages: list[PageId] = []
         while len(pages) < num_pages and (leaf := self._pop_next_leaf()) is not None:
             self._remove(leaf)

@@ -83,7 +83,7 @@ _STALE = 64  # So few outdated entries are not worth removing.
 
 
 class EvictionOrder(Generic[T]):
-    """This yields the item of least worth; of equals the one that was added first.
+    """`least` returns the item of least worth; of equals the one that was added first.
 
     The worth of an item may rise unnoticed, but `sink` must be called when it falls. Each item has one entry
     in force, with its worth at that time, which is no more than its worth now.
