@@ -265,7 +265,6 @@ class SenderLink:
         return answer
 
     def end_grant(self, room: Room) -> None:
-        """Report to the peer that no ticket comes for a pull that was asked for."""
         if (answer := self._asked.pop(room, None)) is not None:
             answer.cancel()
         if self.alive:
@@ -279,7 +278,6 @@ class SenderLink:
         self._stream.send(_Message(abort=handshake_pb2.Abort(room=room)))
 
     def adopt(self, watches: set[RoomWatch]) -> None:
-        """Take over the watches that an earlier stream to this incarnation has lost, and abort them."""
         for watch in watches:
             self._watches[watch.room] = watch
             watch.on_linked(self)

@@ -154,7 +154,6 @@ class Peers:
         self._stuck = []
 
     def drop_unused(self, peer: PeerName, rooms: Iterable[SendingRoom]) -> None:
-        """Forget a peer that no link, no transfer and no stuck write needs."""
         in_use = any(link.peer == peer for link in self._links.values())
         if in_use or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
             return

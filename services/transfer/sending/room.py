@@ -129,10 +129,9 @@ class SendingRoom:
             self.outcome, self.reason = _OUTCOMES[event], reason
 
     def end(self, now_s: float) -> RoomEnd:
-        """Return what to report to the request. A request that came after the transfer's end has failed."""
         if self.delta is None:
             outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
-            return RoomEnd(outcome, self.reason or "the room is over")
+            return RoomEnd(outcome, self.reason or "the room is over")  # The request may have come too late.
         outcome = self.outcome or Outcome.FAILED
         error = None if outcome is Outcome.LANDED else self.reason
         seconds = now_s - self.began_s

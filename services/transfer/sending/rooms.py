@@ -344,7 +344,6 @@ class RoomTable:
         return late_s is not None and self._heard_s() >= late_s + _MAX_LATENESS * self._max_post_s
 
     def _give_up(self, room: SendingRoom, delta: DeltaWrite) -> None:
-        """Mark the transfer as given up, so that it gets its last word although a write is under way."""
         assert room.peer is not None
         log.warning("kv_write_given_up room=%016x decode=%s", room.id, room.decode)
         room.given_up = delta.unsettled = True
@@ -426,7 +425,6 @@ class RoomTable:
             _notify(request.on_end, end)
 
     def _let_go_of_settled(self) -> None:
-        """Call on_end for transfers with failed writes whose bytes have landed by now, or never will."""
         if not self._unsettled:
             return
         now_s, kept = self._clock(), self._unsettled

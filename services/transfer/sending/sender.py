@@ -168,7 +168,6 @@ class KvSender:
         self._post(lambda rooms: rooms.link_lost(link_id))
 
     def refuse_pull(self, link_id: int, room: Room, word: str, held_tokens: int = 0) -> None:
-        """Refuse a pull; `word` is one of those in common.proto."""
         self._post(lambda rooms: rooms.refuse_pull(link_id, room, word, held_tokens))
 
     # -- from the engine --------------------------------------------------------------------------------
