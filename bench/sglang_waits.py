@@ -28,4 +28,4 @@ def _let_sleep(agent: Any, backend: str, *_: Any, **__: Any) -> None:
 
 
 def _note_news(_result: None, *_: Any, **__: Any) -> None:
-    idle_waits.room_news().set()
+    idle_waits.transfer_news().set()

@@ -45,7 +45,7 @@ from services.transfer.open_transport import open_transport
 from services.transfer.sending.delta_write import DeltaWrite, Sources
 from services.transfer.transport import PeerName, map_memory
 from services.values.kv import KvLayout, KvTicket, PageId, PoolMemory
-from services.values.rank import Generation, Room
+from services.values.rank import Generation, TransferId
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE_BYTES = (16 * KIB, 64 * KIB, 256 * KIB, 1 * MIB, 2 * MIB)
@@ -144,7 +144,9 @@ class Delta:
     def write(self, transport: NixlTransport, peer: PeerName, page_bytes: int) -> int:
         """Returns the number of descriptors."""
         prompt_len = len(self.sources) * PAGE_SIZE
-        ticket = KvTicket(Room(1), Generation(1), prompt_len, 0, runs_of(self.targets), write_until_s=0.0)
+        ticket = KvTicket(
+            TransferId(1), Generation(1), prompt_len, 0, runs_of(self.targets), write_until_s=0.0
+        )
         layout = KvLayout(PAGE_SIZE, page_bytes, model_fingerprint=1)
         delta = DeltaWrite(ticket, layout, Sources(self.sources))
         while not delta.landed:

@@ -1,1 +1,1 @@
-"""Models of several groups: what decode's hits, resume points and states are worth, and what they weigh."""
+"""Models of several groups: what decode's hits, checkpoints and states are worth, and what they weigh."""

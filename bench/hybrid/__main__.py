@@ -8,7 +8,7 @@ state comes by wire, had nothing: hits of 0 (vllm 42524). Here decode matches at
 windows' tails and one state come with the last chunk. Four parts:
 
     hits       one load on the books of decode ranks that differ by what they carry: replayed, not timed
-    computed   likewise of prefill ranks, by the resume points that they have room for
+    computed   likewise of prefill ranks, by the checkpoints that they have room for
     sides      bytes, TTFT and throughput of conversations, and of documents that groups of 8 ask about: both
                rules on the same requests in one run, each side with a prefill rank in a process of its own
     shortage   the documents again, in one memory that would hold 0.29 of the clients' requests unshared; with

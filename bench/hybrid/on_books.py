@@ -31,7 +31,7 @@ def hit_row(model: Model, workload: Workload, num_pages: int, page_size: int, se
 
 
 def computed_rows(model: Model, workload: Workload, num_pages: int, page_size: int, seed: int) -> list[Row]:
-    """Prefill ranks that differ by how many resume points they keep beside what runs."""
+    """Prefill ranks that differ by how many checkpoints they keep beside what runs."""
     wanted = points_in_use(workload)
     unlimited = _computed(model, workload, _UNLIMITED, num_pages, page_size, seed)
     attention = PrefillRank(Books((), (), num_pages, page_size, _CHUNK, _RUNNING))

@@ -20,7 +20,7 @@ from services.grammar.matcher import MaskCounts
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
-from services.values.rank import Room
+from services.values.rank import TransferId
 from services.values.request import GenerationRequest, SamplingParams
 
 _FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "float32")
@@ -118,7 +118,11 @@ class PrefillRank:
         self._arrivals += 1
         request = _request(self._arrivals, prompt, 1)
         seq = CoreSequence(
-            request, self._arrivals, room=Room(self._arrivals), single_token=True, room_open=True
+            request,
+            self._arrivals,
+            transfer_id=TransferId(self._arrivals),
+            single_token=True,
+            transfer_open=True,
         )
         self._core.submit(seq)
         return self._arrivals
@@ -128,7 +132,7 @@ class PrefillRank:
         self._step += 1
         for seq, event in self._core.take_outputs():
             if isinstance(event, Token):
-                self._core.room_ended(seq)
+                self._core.transfer_ended(seq)
                 self._back_at[seq.arrival] = self._step + _STEPS_OF_AN_ANSWER
         back = [number for number, step in self._back_at.items() if step <= self._step]
         for number in back:

@@ -54,7 +54,7 @@ def mixed(seed: int, quick: bool = False) -> Workload:
 
 
 def points_in_use(workload: Workload) -> int:
-    """Resume points that are wanted at some time: one a conversation with turns, one a shared beginning."""
+    """Checkpoints that are wanted at some time: one a conversation with turns, one a shared beginning."""
     beginnings = [c.questions[0][:64] for c in workload.conversations]
     of_turns = sum(len(c.questions) > 1 for c in workload.conversations)
     return of_turns + sum(beginnings.count(beginning) > 1 for beginning in set(beginnings))

@@ -229,8 +229,8 @@ def memory_rows(rng: np.random.Generator) -> list[Row]:
     blocks_row = _memory_row("blocks", index.total_blocks, before_bytes)
     before_bytes = _resident_bytes()
     for number in range(NUM_RANKS):
-        index.resume_points.add(life(number).key, hashes_of(draw_hashes(rng, RESUMABLE // NUM_RANKS)))
-    return [blocks_row, _memory_row("resumable blocks", len(index.resume_points), before_bytes)]
+        index.checkpoints.add(life(number).key, hashes_of(draw_hashes(rng, RESUMABLE // NUM_RANKS)))
+    return [blocks_row, _memory_row("resumable blocks", len(index.checkpoints), before_bytes)]
 
 
 def _memory_row(what: str, entries: int, before_bytes: int) -> Row:

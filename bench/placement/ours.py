@@ -19,7 +19,7 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.rank_reports import NO_RESUME_POINTS, Registration
+from services.values.rank_reports import NO_CHECKPOINTS, Registration
 from services.values.request import Admitted
 
 _SEED = scope_seed(MODEL)
@@ -198,7 +198,7 @@ def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Regist
         max_context_tokens=1 << 20,
         total_pages=rank.cache.num_pages,
         engine=MODEL,
-        capabilities=() if tells else (NO_RESUME_POINTS,),
+        capabilities=() if tells else (NO_CHECKPOINTS,),
     )
 
 

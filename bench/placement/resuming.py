@@ -7,9 +7,9 @@ not say which blocks it becomes: its end is stood in for by the prompt's last bo
 from collections.abc import Sequence
 
 from bench.placement.workload import BLOCK_TOKENS
+from services.kv.checkpoints import Checkpoints, SavedPoint, borders_to_keep
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.kv.radix_tree import Node
-from services.kv.resume_points import ResumePoints, SavedPoint, borders_to_keep
 from services.values.kv import BlockHash
 
 _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a block is a page
@@ -20,7 +20,7 @@ class Resuming:
 
     def __init__(self, num_states: int) -> None:
         self.num_states = num_states
-        self._points = ResumePoints(drop=lambda point: None)
+        self._points = Checkpoints(drop=lambda point: None)
         self.forget = self._points.forget
 
     def would_begin(self, node: Node | None, matched: int, num_blocks: int) -> int:

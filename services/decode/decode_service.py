@@ -49,8 +49,8 @@ from services.values.rank import Plan, RankId, Role
 from services.values.rank_reports import (
     LENDS,
     NO_CACHE,
+    NO_CHECKPOINTS,
     NO_MOVED_PENALTIES,
-    NO_RESUME_POINTS,
     NO_TENANT_TURNS,
     PULLS,
     REMOTE_ONLY,
@@ -431,7 +431,7 @@ def _role(config: RankConfig, own_id: RankId, engine: DecodeEngine) -> RankRole:
         REMOTE_ONLY: Plan.LOCAL not in engine.plans,
         NO_CACHE: config.decode_cache == "off",
         NO_MOVED_PENALTIES: not engine.moves_penalties,
-        NO_RESUME_POINTS: not engine.tells_resume_points,
+        NO_CHECKPOINTS: not engine.reports_checkpoints,
         NO_TENANT_TURNS: not engine.takes_turns,
     }
     return RankRole(

@@ -111,7 +111,7 @@ class Engine(Protocol):
         """
 
     @property
-    def tells_resume_points(self) -> bool:
+    def reports_checkpoints(self) -> bool:
         """Return whether `cache_events` say which blocks are resumable, where the layout has windows or
         states."""
 

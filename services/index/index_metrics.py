@@ -72,7 +72,7 @@ class MirrorCollector(Collector):
         yield _gauge(
             "isthmus_index_resumable_blocks",
             "Index blocks at whose end ranks can continue computing, over all ranks that report them.",
-            len(mirror.index.resume_points),
+            len(mirror.index.checkpoints),
         )
         yield _gauge("isthmus_index_pins", "Conversations with a pin.", len(mirror.pins))
         yield self._ranks()

@@ -26,9 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.kv.checkpoints import Checkpoints, SavedPoint, scan_tokens
 from services.kv.page_allocator import UnitPool
 from services.kv.radix_tree import Node
-from services.kv.resume_points import ResumePoints, SavedPoint, scan_tokens
 from services.kv.tails import tail_pages, units_of_a_chunk, units_of_a_sequence
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageBooks, PageId
@@ -113,7 +113,7 @@ class CarriedCache:
         self._recurrent = recurrent[0] if recurrent else None
         # These are in the order of their opening.
         self._sequences: dict[SequenceCarried, None] = {}
-        self.points = ResumePoints(self._drop_point)
+        self.points = Checkpoints(self._drop_point)
 
     def __repr__(self) -> str:
         return f"CarriedCache({self._pools} open={len(self._sequences)} points={len(self.points)})"

@@ -103,7 +103,7 @@ class ReservationEffect(Enum):
     END_QUARANTINE = auto()
 
 
-class RoomState(Enum):
+class TransferState(Enum):
     NEW = auto()
     TICKETED = auto()  # The ticket came first.
     REQUESTED = auto()  # The request came first.
@@ -114,7 +114,7 @@ class RoomState(Enum):
     ENDED = auto()  # The last word was sent.
 
 
-class RoomEvent(Enum):
+class TransferEvent(Enum):
     TICKET = auto()  # It came and passed its check.
     LATE_TICKET = auto()  # It came, and would pass if its delta started earlier.
     WRONG_TICKET = auto()  # It came, and failed its check, cannot be read, or is not expected.
@@ -127,7 +127,7 @@ class RoomEvent(Enum):
     WRITES_STOPPED = auto()  # After STOP_WRITES none is posted any more, and none will be.
 
 
-class RoomEffect(Enum):
+class TransferEffect(Enum):
     SEND_ACCEPTED = auto()
     SEND_RENEGOTIATE = auto()
     SEND_REFUSED = auto()  # It goes to the rank that the ticket came from.
@@ -205,9 +205,9 @@ RESERVATION: Mapping[
 
 RESERVATION_OVER = frozenset({_S.STOPPED, _S.EXPIRED})
 
-_R, _V, _X = RoomState, RoomEvent, RoomEffect
+_R, _V, _X = TransferState, TransferEvent, TransferEffect
 
-ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ...]]] = {
+TRANSFER: Mapping[tuple[TransferState, TransferEvent], tuple[TransferState, tuple[TransferEffect, ...]]] = {
     (_R.NEW, _V.TICKET): (_R.TICKETED, (_X.SEND_ACCEPTED,)),
     (_R.NEW, _V.LATE_TICKET): (_R.NEW, (_X.SEND_RENEGOTIATE,)),
     (_R.NEW, _V.WRONG_TICKET): (_R.ABANDONED, (_X.SEND_REFUSED,)),
@@ -255,7 +255,7 @@ ROOM: Mapping[tuple[RoomState, RoomEvent], tuple[RoomState, tuple[RoomEffect, ..
     (_R.ENDED, _V.ABORT): (_R.ENDED, (_X.SEND_ABORT_ACK,)),
 }
 
-ROOM_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # It has no request, and nothing is written or read.
+TRANSFER_OVER = frozenset({_R.ENDED, _R.ABANDONED})  # It has no request, and nothing is written or read.
 
 
 _P, _W, _Y = PullState, PullEvent, PullEffect
@@ -299,12 +299,14 @@ def may_expire(state: ReservationState) -> bool:
     return state in (_S.LOST, _S.UNSETTLED, _S.SOUGHT, _S.FENCED)
 
 
-def expects_ticket(state: RoomState) -> bool:
-    return (state, RoomEvent.TICKET) in ROOM
+def expects_ticket(state: TransferState) -> bool:
+    return (state, TransferEvent.TICKET) in TRANSFER
 
 
-def step_room(state: RoomState, event: RoomEvent) -> tuple[RoomState, tuple[RoomEffect, ...]]:
-    return _look_up(ROOM, state, event)
+def step_transfer(
+    state: TransferState, event: TransferEvent
+) -> tuple[TransferState, tuple[TransferEffect, ...]]:
+    return _look_up(TRANSFER, state, event)
 
 
 def step_pull(state: PullState, event: PullEvent) -> tuple[PullState, tuple[PullEffect, ...]]:

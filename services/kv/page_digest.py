@@ -1,6 +1,6 @@
 """Both sides take a digest of each page's bytes, which shows whether a page holds what its writer wrote.
 
-    decode: is_sampled(room) --> the ticket asks for digests
+    decode: is_sampled(transfer_id) --> the ticket asks for digests
     prefill: writes the pages, and digests its own copy of them --> LANDED brings the digests
     decode: digests what landed --> differing_pages: none --> the pages enter the tree
                                                     some --> the transfer has failed
@@ -15,7 +15,7 @@ from typing import Protocol
 from xxhash import xxh3_64_intdigest
 
 from services.values.kv import PageId
-from services.values.rank import Room
+from services.values.rank import TransferId
 
 
 class ReadPages(Protocol):
@@ -27,12 +27,12 @@ class ReadPages(Protocol):
     def __call__(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]: ...
 
 
-_ROOMS = 2**64
+_TRANSFER_IDS = 2**64
 
 
-def is_sampled(room: Room, share: float) -> bool:
+def is_sampled(transfer_id: TransferId, share: float) -> bool:
     """Return whether a transfer is among the `share`, 0 to 1, that is checked. Its 64-bit name is random."""
-    return room < share * _ROOMS
+    return transfer_id < share * _TRANSFER_IDS
 
 
 def digest_of(page: memoryview) -> int:

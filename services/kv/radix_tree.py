@@ -55,7 +55,7 @@ class Node:
     last_use: float = 0  # This is its last use as the deepest node of a path (Rule 2).
     protected: bool = False  # The page was requested twice.
     queued: bool = False  # It stands in one of the eviction heaps.
-    resumable: bool = False  # It has a checkpoint (resume_points.py).
+    resumable: bool = False  # It has a checkpoint (checkpoints.py).
     block_hash: BlockHash | None = None  # This is set where an index block ends.
     tier_key: bytes = b""  # The tiers know the block that ends here by it; it is set at its first use.
 

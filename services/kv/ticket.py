@@ -23,7 +23,7 @@ from services.values.kv import (
     PageRun,
     PoolMemory,
 )
-from services.values.rank import Generation, Room
+from services.values.rank import Generation, TransferId
 
 
 class StartsWithinPage(ProtocolError):
@@ -46,7 +46,7 @@ def hit_kind(decode_prefix_len: int, prompt_len: int) -> HitKind:
 
 
 def make_ticket(
-    room: Room,
+    transfer_id: TransferId,
     prefill_generation: Generation,
     prompt_len: int,
     decode_prefix_len: int,
@@ -68,7 +68,7 @@ def make_ticket(
         delta_tokens = prompt_len - decode_prefix_len
         raise ProtocolError(f"{len(delta_pages)} pages cannot hold a delta of {delta_tokens} tokens")
     return KvTicket(
-        room=room,
+        transfer_id=transfer_id,
         prefill_generation=prefill_generation,
         prompt_len=prompt_len,
         decode_prefix_len=decode_prefix_len,

@@ -19,8 +19,8 @@ from services.rank.main import RankRole, Services
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import PrefillMetrics
 from services.values.errors import AlreadyRunning
-from services.values.rank import RankId, Role, Room
-from services.values.rank_reports import LENDS, NO_CACHE, NO_RESUME_POINTS, NO_TENANT_TURNS, PULLS
+from services.values.rank import RankId, Role, TransferId
+from services.values.rank_reports import LENDS, NO_CACHE, NO_CHECKPOINTS, NO_TENANT_TURNS, PULLS
 from services.values.request import PrefillResult
 from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import (
@@ -41,7 +41,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._engine = engine
         self._own_id = own_id
         self._metrics = metrics
-        self._rooms: set[Room] = set()
+        self._transfers: set[TransferId] = set()
         self.intake = Intake(own_id)
 
     async def Prefill(
@@ -53,7 +53,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             log_lines.request_context(generation.request_id),
             traces.span("prefill.prefill", request.traceparent) as span,
             self._metrics.counted(),
-            self._in_room(rendezvous.room),
+            self._in_transfer(rendezvous.transfer_id),
         ):
             span.set_attributes({"request_id": generation.request_id, "rank": str(self._own_id)})
             async with asyncio.timeout(servers.remaining_s(context)):
@@ -80,15 +80,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return load
 
     @contextlib.contextmanager
-    def _in_room(self, room: Room) -> Iterator[None]:
-        if room in self._rooms:
-            raise AlreadyRunning(f"room {room:016x} is in use")
-        self._rooms.add(room)
+    def _in_transfer(self, transfer_id: TransferId) -> Iterator[None]:
+        if transfer_id in self._transfers:
+            raise AlreadyRunning(f"transfer {transfer_id:016x} is in use")
+        self._transfers.add(transfer_id)
         self.intake.took()
         try:
             yield
         finally:
-            self._rooms.remove(room)
+            self._transfers.remove(transfer_id)
             self.intake.left()
 
 
@@ -123,7 +123,7 @@ def _role(config: RankConfig, own_id: RankId, engine: PrefillEngine) -> RankRole
         LENDS: engine.lends,
         PULLS: engine.pulls,
         NO_CACHE: config.prefill_cache == "off",
-        NO_RESUME_POINTS: not engine.tells_resume_points,
+        NO_CHECKPOINTS: not engine.reports_checkpoints,
         NO_TENANT_TURNS: not engine.takes_turns,
     }
     return RankRole(

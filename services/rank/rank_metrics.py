@@ -133,16 +133,18 @@ def _carried(load: RankLoad) -> Iterator[Metric]:
         for state, count in (("free", pool.free), ("used", pool.total - pool.free)):
             units.add_metric([str(pool.group), pool.kind, state], count)
     yield units
-    yield GaugeMetricFamily(
-        "isthmus_resume_points",
-        "Places in cached prefixes with tails of windows and a state to go on computing from.",
-        load.resume_points,
-    )
-    yield CounterMetricFamily(
-        "isthmus_evicted_resume_points",
-        "Resume points given up for others that save more, or for sequences.",
-        load.evicted_points,
-    )
+    for name, note in (("checkpoints", ""), ("resume_points", " Now isthmus_{}checkpoints.")):
+        yield GaugeMetricFamily(
+            f"isthmus_{name}",
+            "Places in cached prefixes with tails of windows and a state to go on computing from."
+            + note.format(""),
+            load.checkpoints,
+        )
+        yield CounterMetricFamily(
+            f"isthmus_evicted_{name}",
+            "Checkpoints given up for others that save more, or for sequences." + note.format("evicted_"),
+            load.evicted_points,
+        )
 
 
 def _drafts(load: RankLoad) -> Iterator[Metric]:
@@ -231,7 +233,9 @@ class PoolCollector(Collector):
             "isthmus_overtakes", "Times that one waiting was passed by another.", load.overtakes
         )
         yield GaugeMetricFamily(
-            "isthmus_open_rooms", "Transfers in which this rank writes that are not over.", load.open_rooms
+            "isthmus_open_rooms",
+            "Transfers in which this rank writes that are not over.",
+            load.open_transfers,
         )
         yield GaugeMetricFamily(
             "isthmus_granted_pages", "Pages kept for pulls of other ranks.", load.granted_pages

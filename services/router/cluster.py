@@ -199,9 +199,9 @@ class Cluster:
 
     def num_resumable(self, rank: Registration) -> int | None:
         """Return how many index blocks end in a checkpoint, or None where the rank can resume anywhere."""
-        if not rank.tells_resume_points:
+        if not rank.reports_checkpoints:
             return None
-        return self._mirror.index.resume_points.num_blocks(rank.id.key)
+        return self._mirror.index.checkpoints.num_blocks(rank.id.key)
 
     def max_context_tokens(self) -> int:
         """Return the longest context of any decode rank; where decode ranks compute no prompts, at most one

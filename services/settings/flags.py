@@ -129,14 +129,16 @@ def setting(
     positional: bool = False,
     bare: str = "",
     bounds: Bounds = _ANY,
+    formerly: str = "",
 ) -> Any:
     """Make a dataclass field; `help` is the sentence that `--help` shows.
 
     It is required if it has no default, and a `positional` one must have none. One setting may be `bare`,
     which is its name in the help when it is given without its flag. `check_bounds` and the chart's schema
-    enforce `bounds`.
+    enforce `bounds`. The flag `formerly` means the same setting, and no help shows it.
     """
     about = {"help": help, "split": split, "positional": positional, "bare": bare, "bounds": bounds}
+    about |= {"formerly": formerly}
     return field(default=default, metadata=about)
 
 
@@ -233,6 +235,7 @@ class _Flag:
     positional: bool
     bare: str
     bounds: Bounds
+    formerly: str
 
     @property
     def text(self) -> str:
@@ -258,6 +261,8 @@ class _Flag:
             parser.add_argument(self.name, metavar=self.text, nargs=nargs, help=self.help)
         else:
             parser.add_argument(self.text, dest=self.name, action="append", **self._help_arguments())
+        if self.formerly:
+            parser.add_argument(f"--{self.formerly}", dest=self.name, action="append", help=argparse.SUPPRESS)
         if self.bare:
             parser.add_argument(self.bare, nargs="?", help=f"as {self.text}")
 
@@ -332,6 +337,7 @@ def _flag(member: Field[Any], hint: Any) -> _Flag:
         positional=member.metadata.get("positional", False),
         bare=member.metadata.get("bare", ""),
         bounds=member.metadata.get("bounds", _ANY),
+        formerly=member.metadata.get("formerly", ""),
     )
 
 

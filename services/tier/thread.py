@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import ParamSpec, TypeVar
 
-from services.process.turn_watch import LOOKS, TurnWatch, stack_of
+from services.process.iteration_watch import LOOKS, IterationWatch, stack_of
 from services.tier.copies import Copy, LoadCopy, Staging
 from services.tier.slab import FileCalls, Slab
 
@@ -36,7 +36,7 @@ class TierThread:
         self._running: Copy | None = None
         self._stopping = False
         self._news = threading.Condition()
-        self.watch = TurnWatch()
+        self.watch = IterationWatch()
         self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
         self._thread.start()
 
@@ -108,7 +108,7 @@ def while_it_answers(
 
     What comes of it later is for `too_late`. Raises TierHangs, and what the work raises.
     """
-    watch, done = TurnWatch(), Future[T]()
+    watch, done = IterationWatch(), Future[T]()
     noted = FileCalls(_noted(watch, calls.pread), _noted(watch, calls.pwrite), _noted(watch, calls.allocate))
 
     def run() -> None:
@@ -134,7 +134,7 @@ def while_it_answers(
     return done.result()
 
 
-def _noted(watch: TurnWatch, call: Callable[P, R]) -> Callable[P, R]:
+def _noted(watch: IterationWatch, call: Callable[P, R]) -> Callable[P, R]:
     def noting(*args: P.args, **kwargs: P.kwargs) -> R:
         watch.begins()
         return call(*args, **kwargs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import NewType
 
-from services.values.rank import Generation, Room
+from services.values.rank import Generation, TransferId
 
 PageId = NewType("PageId", int)
 BlockHash = NewType("BlockHash", int)  # This is the 64-bit sequence hash of an index block.
@@ -140,7 +140,7 @@ class KvTicket:
     prompt_len).
     """
 
-    room: Room
+    transfer_id: TransferId
     prefill_generation: Generation
     prompt_len: int  # This is in tokens.
     decode_prefix_len: int  # This is in tokens, and a multiple of page_size.
@@ -156,7 +156,7 @@ class KvTicket:
 class PullRequest:
     """A rank requests with this what another one holds of a prompt; see handshake.proto."""
 
-    room: Room
+    transfer_id: TransferId
     holder_generation: Generation
     cache_salt: str
     token_ids: tuple[int, ...]  # These are the ids of [0, the requested end).
@@ -167,7 +167,7 @@ class PullRequest:
 
 @dataclass(frozen=True, slots=True)
 class PullGrant:
-    room: Room
+    transfer_id: TransferId
     end: int  # This is in tokens.
     with_draft: bool = False
 

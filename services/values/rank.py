@@ -5,7 +5,7 @@ from enum import Enum
 from typing import NamedTuple, NewType
 
 Generation = NewType("Generation", int)  # This is a random 64-bit id of one incarnation of a rank.
-Room = NewType("Room", int)  # This is a random 64-bit id of one request's transfer.
+TransferId = NewType("TransferId", int)  # This is a random 64-bit id of one request's transfer.
 
 
 class RankKey(NamedTuple):
@@ -79,7 +79,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    room: Room
+    transfer_id: TransferId
     decode: RankId
     prefill: RankId
 

@@ -16,7 +16,7 @@ NO_MOVED_PENALTIES = "no-moved-penalties"
 NO_CACHE = "no-cache"
 # With this one a rank of either role has a layout with tails or states, and an engine that does not report
 # where it keeps them: every prefix that it holds counts as resumable, until its answers disprove that.
-NO_RESUME_POINTS = "no-resume-points"
+NO_CHECKPOINTS = "no-resume-points"
 # With this one a rank's engine, of either role, does not alternate between tenants: a tenant with few
 # requests waits behind another's many.
 NO_TENANT_TURNS = "no-tenant-turns"
@@ -45,11 +45,11 @@ class Registration:
         return self.address.id
 
     @property
-    def tells_resume_points(self) -> bool:
+    def reports_checkpoints(self) -> bool:
         """Return whether the rank reports where it can continue; another rank is assumed to continue
         anywhere.
         """
-        return bool(self.layout.carried) and NO_RESUME_POINTS not in self.capabilities
+        return bool(self.layout.carried) and NO_CHECKPOINTS not in self.capabilities
 
 
 # Each edge is inclusive. A decode step takes milliseconds to tenths of a second; one with a long prompt chunk
@@ -134,9 +134,9 @@ class RankLoad:
     lent_pages: int = 0  # These pages were lent since the start, in groups.
     lent_runs: int = 0  # These are the runs of neighbours that the lent pages made.
     carried: tuple[CarriedPool, ...] = ()
-    resume_points: int = 0  # This counts the checkpoints that are kept now.
+    checkpoints: int = 0  # This counts the checkpoints that are kept now.
     evicted_points: int = 0  # These were evicted since the start, for others or for sequences.
-    open_rooms: int = 0  # This counts a prefill rank's unfinished transfers.
+    open_transfers: int = 0  # This counts a prefill rank's unfinished transfers.
     unreadable_events: int = 0  # Another engine reported these of its cache since the start.
     drafts: tuple[DraftCount, ...] = ()
     constraints: ConstraintCounts = ConstraintCounts()

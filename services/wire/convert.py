@@ -34,9 +34,9 @@ from services.values.rank import (
     RankId,
     Rendezvous,
     Role,
-    Room,
     TakenOver,
     TakeOver,
+    TransferId,
 )
 from services.values.rank_reports import RankLoad
 from services.wire.fields import finite, message_of, value_of
@@ -113,14 +113,14 @@ def address_from_proto(pb: common_pb2.RankAddress) -> RankAddress:
 
 def rendezvous_to_proto(rendezvous: Rendezvous) -> prefill_pb2.Rendezvous:
     return prefill_pb2.Rendezvous(
-        room=rendezvous.room,
+        room=rendezvous.transfer_id,
         decode=rank_id_to_proto(rendezvous.decode),
         prefill=rank_id_to_proto(rendezvous.prefill),
     )
 
 
 def rendezvous_from_proto(pb: prefill_pb2.Rendezvous) -> Rendezvous:
-    return Rendezvous(Room(pb.room), rank_id_from_proto(pb.decode), rank_id_from_proto(pb.prefill))
+    return Rendezvous(TransferId(pb.room), rank_id_from_proto(pb.decode), rank_id_from_proto(pb.prefill))
 
 
 def run_to_proto(run: PageRun) -> handshake_pb2.PageRun:
@@ -202,12 +202,19 @@ def memory_from_proto(pb: handshake_pb2.PoolMemory) -> PoolMemory:
 
 def ticket_to_proto(ticket: KvTicket) -> handshake_pb2.KvTicket:
     targets = map(target_to_proto, ticket.targets)
-    return message_of(handshake_pb2.KvTicket, ticket, runs=runs_to_proto(ticket.runs), targets=targets)
+    return message_of(
+        handshake_pb2.KvTicket,
+        ticket,
+        room=ticket.transfer_id,
+        runs=runs_to_proto(ticket.runs),
+        targets=targets,
+    )
 
 
 def ticket_from_proto(pb: handshake_pb2.KvTicket) -> KvTicket:
     targets = tuple(map(_target_from_proto, pb.targets))
-    return value_of(KvTicket, pb, runs=runs_from_proto(pb.runs), targets=targets)
+    runs = runs_from_proto(pb.runs)
+    return value_of(KvTicket, pb, transfer_id=TransferId(pb.room), runs=runs, targets=targets)
 
 
 def target_to_proto(target: GroupTarget) -> handshake_pb2.GroupTarget:
@@ -227,11 +234,13 @@ def source_from_proto(pb: common_pb2.PullSource) -> PullSource:
 
 
 def pull_request_to_proto(request: PullRequest) -> handshake_pb2.PullRequest:
-    return message_of(handshake_pb2.PullRequest, request, token_ids=_packed(request.token_ids))
+    token_ids = _packed(request.token_ids)
+    return message_of(handshake_pb2.PullRequest, request, room=request.transfer_id, token_ids=token_ids)
 
 
 def pull_request_from_proto(pb: handshake_pb2.PullRequest) -> PullRequest:
-    return value_of(PullRequest, pb, token_ids=_unpacked("pull_request.token_ids", pb.token_ids))
+    token_ids = _unpacked("pull_request.token_ids", pb.token_ids)
+    return value_of(PullRequest, pb, transfer_id=TransferId(pb.room), token_ids=token_ids)
 
 
 def take_over_to_proto(asked: TakeOver, generation: Generation) -> rank_pb2.TakeOverRequest:
@@ -266,11 +275,11 @@ def _unpacked(field_name: str, packed: bytes) -> tuple[int, ...]:
 
 
 def pull_grant_to_proto(grant: PullGrant) -> handshake_pb2.PullGrant:
-    return message_of(handshake_pb2.PullGrant, grant)
+    return message_of(handshake_pb2.PullGrant, grant, room=grant.transfer_id)
 
 
 def pull_grant_from_proto(pb: handshake_pb2.PullGrant) -> PullGrant:
-    return value_of(PullGrant, pb)
+    return value_of(PullGrant, pb, transfer_id=TransferId(pb.room))
 
 
 def load_to_proto(load: RankLoad) -> common_pb2.RankLoad:

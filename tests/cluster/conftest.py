@@ -2,7 +2,7 @@ import pytest
 
 from exactness.checkpoints import tiny_checkpoint
 from services.router.ranks.balance import Balance
-from services.transfer.sending import rooms
+from services.transfer.sending import transfers
 from services.values.errors import ProtocolError
 
 
@@ -34,7 +34,7 @@ def first_prefill_looks_cheaper(monkeypatch):
 @pytest.fixture
 def refusing(monkeypatch):
     """How many tickets were refused, by generation of the prefill ranks that refuse every one."""
-    generations, check_ticket = {}, rooms.check_ticket
+    generations, check_ticket = {}, transfers.check_ticket
 
     def check(ticket, prompt_len, layout, memory, own_generation):
         if own_generation in generations:
@@ -42,5 +42,5 @@ def refusing(monkeypatch):
             raise ProtocolError("refused on purpose")
         check_ticket(ticket, prompt_len, layout, memory, own_generation)
 
-    monkeypatch.setattr(rooms, "check_ticket", check)
+    monkeypatch.setattr(transfers, "check_ticket", check)
     return generations

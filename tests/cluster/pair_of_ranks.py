@@ -10,7 +10,7 @@ class Ranks:
         self.prefill = cluster.ranks["prefill-0/0"].engine
 
     @property
-    def rooms(self):
+    def transfers(self):
         return self.prefill.sender._table
 
     def left(self):
@@ -21,7 +21,7 @@ class Ranks:
             "decode's requests": len(self.decode._mailboxes),
             "prefill's requests": len(self.prefill._mailboxes),
             "awaited writers": len(self.decode._quarantines),
-            "rooms": self.rooms.open_rooms,
+            "transfers": self.transfers.open_transfers,
             "watches": sum(len(link._watches) for link in [*links._links.values(), *links._retired]),
             "lost watches": len(links._orphans) + len(links._seekers),
         }
@@ -32,6 +32,6 @@ class Ranks:
         links = self.decode._links
         return {
             "decode's links": len(links._links) + len(links._retired),
-            "prefill's links": len(self.rooms._links),
-            "prefill's peers": len(self.rooms._transport._peers),
+            "prefill's links": len(self.transfers._links),
+            "prefill's peers": len(self.transfers._transport._peers),
         }

@@ -14,7 +14,7 @@ from services.router.placement.price import PriceList, PriceWeights
 from services.router.placement.sources import Holder, sources_of
 from services.router.ranks.learned import PullPace
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 
 DESIGN = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
 MODEL, INDEX_BLOCK = "qwen3-8b", 4
@@ -34,10 +34,11 @@ def hashes():
 
 
 def ticket():
-    made = make_ticket(Room(0x5CA1AB1E), Generation(0x77E1), 100, 48, DELTA_PAGES, 512.5)
+    made = make_ticket(TransferId(0x5CA1AB1E), Generation(0x77E1), 100, 48, DELTA_PAGES, 512.5)
     runs = runs_line(made.runs)
     return (
-        f"room={made.room:08x} prefill_generation={made.prefill_generation:04x} prompt_len={made.prompt_len} "
+        f"room={made.transfer_id:08x} prefill_generation={made.prefill_generation:04x} "
+        f"prompt_len={made.prompt_len} "
         f"decode_prefix_len={made.decode_prefix_len}\nruns=[{runs}] write_until_s={made.write_until_s}"
     )
 
@@ -48,7 +49,7 @@ def carried():
     state = KvGroup(GroupKind.RECURRENT, (2,), 0, 0, "float32", unit_bytes=1)
     layout = KvLayout(16, 1 << 10, 1, groups=(full, window, state))
     targets = targets_of(layout, 100, ((5, 6, 7), (3,)))
-    made = make_ticket(Room(1), Generation(1), 100, 48, DELTA_PAGES, 1.0, targets=targets)
+    made = make_ticket(TransferId(1), Generation(1), 100, 48, DELTA_PAGES, 1.0, targets=targets)
     lines = [f"runs=[{runs_line(made.runs)}]"]
     lines += [f"group {t.group}: from token {t.start_token}, [{runs_line(t.runs)}]" for t in made.targets]
     return "\n".join(lines)

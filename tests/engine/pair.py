@@ -181,7 +181,7 @@ class Pair:
         for engine in (*self.decodes, *self.prefills):
             books = [await settled(engine)]
             if isinstance(engine, PagedEngine):
-                books += core_of(engine).carried.books()  # where only resume points are left
+                books += core_of(engine).carried.books()  # where only checkpoints are left
             for of_pool in books:
                 assert of_pool.locked == of_pool.private == of_pool.quarantined == 0, books
 

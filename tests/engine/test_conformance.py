@@ -444,7 +444,7 @@ async def test_what_can_never_work_is_refused(engine, plan):
 
 async def test_cache_events_tell_what_the_tree_holds(engine, plan):
     async with engine.pair() as pair:
-        assert pair.decode.tells_resume_points is not isinstance(engine, Sglang)
+        assert pair.decode.reports_checkpoints is not isinstance(engine, Sglang)
         assert pair.decode.takes_turns is pair.prefill.takes_turns is not isinstance(engine, Sglang)
         held = set()
         async with aclosing(pair.decode.cache_events()) as events:

@@ -99,7 +99,7 @@ class FakeRank:
         await self.membership.run(self.events())
 
     def is_mirrored_by(self, mirror: Mirror) -> bool:
-        key, points = self.id.key, mirror.index.resume_points
+        key, points = self.id.key, mirror.index.checkpoints
         return (
             mirror.index.generation(key) == self.id.generation
             and mirror.index.num_blocks(key) == len(self.held)

@@ -62,7 +62,7 @@ class Churn:
             for rank in self.ranks
         ]
         seen = [
-            f"{mirror.index}, {len(mirror.index.resume_points)} resumable, at {mirror.revision}, "
+            f"{mirror.index}, {len(mirror.index.checkpoints)} resumable, at {mirror.revision}, "
             f"degraded {mirror.degraded}, gaps {mirror.blocks.gaps}"
             for mirror in mirrors
         ]

@@ -8,21 +8,21 @@ from services.kv.handshake import (
     PULL,
     RESERVATION,
     RESERVATION_OVER,
-    ROOM,
-    ROOM_OVER,
+    TRANSFER,
+    TRANSFER_OVER,
     PullEffect,
     PullEvent,
     PullState,
     ReservationEffect,
     ReservationEvent,
     ReservationState,
-    RoomEffect,
-    RoomEvent,
-    RoomState,
+    TransferEffect,
+    TransferEvent,
+    TransferState,
     may_expire,
     step_pull,
     step_reservation,
-    step_room,
+    step_transfer,
 )
 from services.values.errors import ProtocolError
 
@@ -32,16 +32,16 @@ WRITER_DONE = {
     ReservationEvent.RENEGOTIATED,
 }
 HEARD_BY_DECODE = {
-    RoomEffect.SEND_LANDED: ReservationEvent.PAGES_LANDED,
-    RoomEffect.SEND_FAILED: ReservationEvent.WRITER_STOPPED,
-    RoomEffect.SEND_ABORT_ACK: ReservationEvent.WRITER_STOPPED,
+    TransferEffect.SEND_LANDED: ReservationEvent.PAGES_LANDED,
+    TransferEffect.SEND_FAILED: ReservationEvent.WRITER_STOPPED,
+    TransferEffect.SEND_ABORT_ACK: ReservationEvent.WRITER_STOPPED,
 }
 LAST_WORDS = set(HEARD_BY_DECODE)
 HEARD_OF_A_TICKET = HEARD_BY_DECODE | {
-    RoomEffect.SEND_REFUSED: ReservationEvent.WRITER_STOPPED,
-    RoomEffect.SEND_RENEGOTIATE: ReservationEvent.RENEGOTIATED,
+    TransferEffect.SEND_REFUSED: ReservationEvent.WRITER_STOPPED,
+    TransferEffect.SEND_RENEGOTIATE: ReservationEvent.RENEGOTIATED,
 }
-NONE_POSTED = {RoomEvent.LANDED, RoomEvent.WRITES_STOPPED}
+NONE_POSTED = {TransferEvent.LANDED, TransferEvent.WRITES_STOPPED}
 
 
 @settings(max_examples=200)
@@ -102,90 +102,97 @@ def test_a_reservation_refuses(state, event):
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(RoomEvent), max_size=14))
-def test_a_room_says_its_last_word_once_and_never_while_writes_are_posted(events):
-    state, posted, effects, aborts_waiting, requests = RoomState.NEW, False, [], 0, 0
+@given(st.lists(st.sampled_from(TransferEvent), max_size=14))
+def test_a_transfer_says_its_last_word_once_and_never_while_writes_are_posted(events):
+    state, posted, effects, aborts_waiting, requests = TransferState.NEW, False, [], 0, 0
     for event in events:
         try:
-            state, new_effects = step_room(state, event)
+            state, new_effects = step_transfer(state, event)
         except ProtocolError:
-            assert (state, event) not in ROOM
+            assert (state, event) not in TRANSFER
             continue
-        posted = (posted or RoomEffect.START_WRITES in new_effects) and event not in NONE_POSTED
+        posted = (posted or TransferEffect.START_WRITES in new_effects) and event not in NONE_POSTED
         last_words = LAST_WORDS.intersection(new_effects)
-        assert not (posted and (last_words or RoomEffect.SEND_REFUSED in new_effects))
-        aborts_waiting += event is RoomEvent.ABORT
-        if RoomEffect.SEND_ABORT_ACK in new_effects:
+        assert not (posted and (last_words or TransferEffect.SEND_REFUSED in new_effects))
+        aborts_waiting += event is TransferEvent.ABORT
+        if TransferEffect.SEND_ABORT_ACK in new_effects:
             assert aborts_waiting > 0
             aborts_waiting = 0
         elif last_words:
             assert LAST_WORDS.isdisjoint(effects), "a last word other than an ack was said after one"
             assert aborts_waiting == 0, "decode asked for an ack and got something else"
         # Every abort is answered at once, or waits for posted writes.
-        assert aborts_waiting == 0 or state is RoomState.STOPPING_TO_ACK
-        requests += event is RoomEvent.REQUEST
+        assert aborts_waiting == 0 or state is TransferState.STOPPING_TO_ACK
+        requests += event is TransferEvent.REQUEST
         effects += new_effects
 
-    assert (state in (RoomState.WRITING, RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL)) == posted
-    assert effects.count(RoomEffect.START_WRITES) <= 1
-    assert effects.count(RoomEffect.STOP_WRITES) <= effects.count(RoomEffect.START_WRITES)
-    assert effects.count(RoomEffect.FAIL_REQUEST) <= requests
+    assert (
+        state in (TransferState.WRITING, TransferState.STOPPING_TO_ACK, TransferState.STOPPING_TO_FAIL)
+    ) == posted
+    assert effects.count(TransferEffect.START_WRITES) <= 1
+    assert effects.count(TransferEffect.STOP_WRITES) <= effects.count(TransferEffect.START_WRITES)
+    assert effects.count(TransferEffect.FAIL_REQUEST) <= requests
 
 
-@pytest.mark.parametrize("posted_state", [RoomState.STOPPING_TO_ACK, RoomState.STOPPING_TO_FAIL])
+@pytest.mark.parametrize("posted_state", [TransferState.STOPPING_TO_ACK, TransferState.STOPPING_TO_FAIL])
 def test_a_failed_write_does_not_end_the_stop_for_others_may_be_posted(posted_state):
-    assert step_room(posted_state, RoomEvent.FAILED) == (posted_state, ())
+    assert step_transfer(posted_state, TransferEvent.FAILED) == (posted_state, ())
 
 
 @pytest.mark.parametrize("first, second", [("TICKET", "REQUEST"), ("REQUEST", "TICKET")])
 def test_ticket_and_request_come_in_either_order(first, second):
-    state, effects = step_room(RoomState.NEW, RoomEvent[first])
-    state, more = step_room(state, RoomEvent[second])
-    assert state is RoomState.WRITING
-    assert effects + more == (RoomEffect.SEND_ACCEPTED, RoomEffect.START_WRITES)
+    state, effects = step_transfer(TransferState.NEW, TransferEvent[first])
+    state, more = step_transfer(state, TransferEvent[second])
+    assert state is TransferState.WRITING
+    assert effects + more == (TransferEffect.SEND_ACCEPTED, TransferEffect.START_WRITES)
 
 
-@pytest.mark.parametrize("state", RoomState)
+@pytest.mark.parametrize("state", TransferState)
 def test_an_abort_is_expected_everywhere(state):
-    assert (state, RoomEvent.ABORT) in ROOM
+    assert (state, TransferEvent.ABORT) in TRANSFER
 
 
 @pytest.mark.parametrize("before_ticket", ["FAILED", "CANCELLED", "LINK_LOST"])
 def test_a_ticket_for_an_abandoned_request_is_told_so(before_ticket):
-    state, _ = step_room(RoomState.REQUESTED, RoomEvent[before_ticket])
-    assert step_room(state, RoomEvent.TICKET) == (RoomState.ENDED, (RoomEffect.SEND_FAILED,))
+    state, _ = step_transfer(TransferState.REQUESTED, TransferEvent[before_ticket])
+    assert step_transfer(state, TransferEvent.TICKET) == (TransferState.ENDED, (TransferEffect.SEND_FAILED,))
 
 
 def test_a_request_after_the_abort_fails_instead_of_waiting():
-    state, _ = step_room(RoomState.NEW, RoomEvent.ABORT)
-    assert step_room(state, RoomEvent.REQUEST) == (RoomState.ENDED, (RoomEffect.FAIL_REQUEST,))
+    state, _ = step_transfer(TransferState.NEW, TransferEvent.ABORT)
+    assert step_transfer(state, TransferEvent.REQUEST) == (
+        TransferState.ENDED,
+        (TransferEffect.FAIL_REQUEST,),
+    )
 
 
 @pytest.mark.parametrize(
     "state, event",
     [
-        (RoomState.NEW, RoomEvent.LANDED),
-        (RoomState.TICKETED, RoomEvent.TICKET),
-        (RoomState.WRITING, RoomEvent.REQUEST),
-        (RoomState.WRITING, RoomEvent.WRITES_STOPPED),
-        (RoomState.ENDED, RoomEvent.TICKET),
+        (TransferState.NEW, TransferEvent.LANDED),
+        (TransferState.TICKETED, TransferEvent.TICKET),
+        (TransferState.WRITING, TransferEvent.REQUEST),
+        (TransferState.WRITING, TransferEvent.WRITES_STOPPED),
+        (TransferState.ENDED, TransferEvent.TICKET),
     ],
 )
-def test_a_room_refuses(state, event):
+def test_a_transfer_refuses(state, event):
     with pytest.raises(ProtocolError, match=f"{event.name} is not expected in {state.name}"):
-        step_room(state, event)
+        step_transfer(state, event)
 
 
 class TwoRanks:
     """Both tables joined by the ordered stream, one queue each way; the Prefill call runs beside it."""
 
     def __init__(self, late_tickets=0):
-        self.room = RoomState.NEW
+        self.transfer_id = TransferState.NEW
         self.to_prefill, self.to_decode = deque(), deque()
-        self.calls = deque([RoomEvent.REQUEST])  # the Prefill call, once the ticket has left
+        self.calls = deque([TransferEvent.REQUEST])  # the Prefill call, once the ticket has left
         self.posted = self.stopping = self.given_up = False
         self.quarantines = self.losses = 0
-        self.stream = self.answers_on = 0  # the newest one; and the one on which the room was last spoken to
+        self.stream = self.answers_on = (
+            0  # the newest one; and the one on which the transfer was last spoken to
+        )
         self.late_tickets = late_tickets
         self.send_ticket()
 
@@ -193,22 +200,24 @@ class TwoRanks:
         """Pages are reserved, and what was reserved before is given back."""
         assert not self.posted, "pages given back under a writer"
         self.reservation = ReservationState.FILLING
-        self.to_prefill.append(RoomEvent.LATE_TICKET if self.late_tickets else RoomEvent.TICKET)
+        self.to_prefill.append(TransferEvent.LATE_TICKET if self.late_tickets else TransferEvent.TICKET)
         self.late_tickets = max(0, self.late_tickets - 1)
 
     def decode(self, event):
         self.reservation, effects = step_reservation(self.reservation, event)
         if event is ReservationEvent.GIVEN_UP and not self.given_up:
             self.given_up = True
-            self.calls.append(RoomEvent.CANCELLED)  # of the Prefill call
+            self.calls.append(TransferEvent.CANCELLED)  # of the Prefill call
         for effect in effects:
             if effect is ReservationEffect.SEND_ABORT:
-                self.to_prefill.append(RoomEvent.ABORT)
+                self.to_prefill.append(TransferEvent.ABORT)
             if effect is ReservationEffect.QUARANTINE:
                 self.quarantines += 1
             if effect is ReservationEffect.END_QUARANTINE:
                 assert not self.posted, "pages given back under a writer"
-                assert RoomEvent.TICKET not in self.to_prefill, "a ticket is under way to pages given back"
+                assert TransferEvent.TICKET not in self.to_prefill, (
+                    "a ticket is under way to pages given back"
+                )
                 self.quarantines -= 1
         if event is ReservationEvent.RENEGOTIATED and not self.given_up:
             self.send_ticket()
@@ -220,31 +229,31 @@ class TwoRanks:
             self.decode(event)
 
     def prefill(self, event):
-        if event is RoomEvent.CANCELLED and (self.room, event) not in ROOM:
+        if event is TransferEvent.CANCELLED and (self.transfer_id, event) not in TRANSFER:
             return  # the call has ended before
-        if event in (RoomEvent.TICKET, RoomEvent.LATE_TICKET, RoomEvent.ABORT):
+        if event in (TransferEvent.TICKET, TransferEvent.LATE_TICKET, TransferEvent.ABORT):
             self.answers_on = self.stream
-        self.room, effects = step_room(self.room, event)
+        self.transfer_id, effects = step_transfer(self.transfer_id, event)
         if event in NONE_POSTED:
             self.posted = self.stopping = False
         for effect in effects:
-            if effect is RoomEffect.START_WRITES:
+            if effect is TransferEffect.START_WRITES:
                 assert self.reservation not in RESERVATION_OVER, "writing into pages given back"
                 self.posted = True
-            if effect is RoomEffect.STOP_WRITES:
+            if effect is TransferEffect.STOP_WRITES:
                 self.stopping = True
             if effect in HEARD_OF_A_TICKET and self.answers_on == self.stream:
                 self.to_decode.append(HEARD_OF_A_TICKET[effect])
 
     def lose(self):
-        """The stream ends, and what was under way on it is lost. The rooms hear of it."""
+        """The stream ends, and what was under way on it is lost. The transfers hear of it."""
         self.losses += 1
         self.stream += 1
         self.to_prefill.clear()
         self.to_decode.clear()
         self.decode(ReservationEvent.LINK_LOST)
-        if (self.room, RoomEvent.LINK_LOST) in ROOM:
-            self.prefill(RoomEvent.LINK_LOST)
+        if (self.transfer_id, TransferEvent.LINK_LOST) in TRANSFER:
+            self.prefill(TransferEvent.LINK_LOST)
 
     def moves(self):
         delivered = []
@@ -255,7 +264,7 @@ class TwoRanks:
         if self.calls:
             delivered.append(lambda: self.prefill(self.calls.popleft()))
         if self.posted:
-            end = RoomEvent.WRITES_STOPPED if self.stopping else RoomEvent.LANDED
+            end = TransferEvent.WRITES_STOPPED if self.stopping else TransferEvent.LANDED
             delivered.append(lambda: self.prefill(end))
         if self.reservation is ReservationState.SOUGHT:
             delivered.append(lambda: self.decode(ReservationEvent.LINKED))
@@ -269,9 +278,14 @@ class TwoRanks:
             faults.append(lambda: self.decode(ReservationEvent.GIVEN_UP))
         if self.reservation in (ReservationState.FILLING, ReservationState.STOPPING) and self.losses < 3:
             faults.append(self.lose)
-        if not self.calls and self.room is not RoomState.NEW and self.room not in ROOM_OVER:
+        if (
+            not self.calls
+            and self.transfer_id is not TransferState.NEW
+            and self.transfer_id not in TRANSFER_OVER
+        ):
             faults += [
-                lambda event=event: self.prefill(event) for event in (RoomEvent.FAILED, RoomEvent.CANCELLED)
+                lambda event=event: self.prefill(event)
+                for event in (TransferEvent.FAILED, TransferEvent.CANCELLED)
             ]
         return faults
 
@@ -287,7 +301,7 @@ def test_whatever_the_order_both_ranks_come_to_an_end_and_agree(data):
     while moves := ranks.moves():
         data.draw(st.sampled_from(moves))()
     # A request whose ticket was lost with the stream, or never sent, waits for its deadline.
-    assert ranks.room in (*ROOM_OVER, RoomState.REQUESTED) and not ranks.posted
+    assert ranks.transfer_id in (*TRANSFER_OVER, TransferState.REQUESTED) and not ranks.posted
     assert ranks.reservation is ReservationState.STOPPED and ranks.quarantines == 0
 
 
@@ -321,13 +335,13 @@ def test_a_pull_may_be_cancelled_and_granted_at_any_time(state):
 
 
 class PullerAndHolder:
-    """All three tables: a pull and its reservation, the holder's room, an ordered stream between them.
+    """All three tables: a pull and its reservation, the holder's transfer, an ordered stream between them.
 
     The holder's engine grants some time after it was asked. A request and a grant may come twice.
     """
 
     def __init__(self, refuses=False, doubled=False):
-        self.pull, self.reservation, self.room = PullState.ASKED, None, RoomState.NEW
+        self.pull, self.reservation, self.transfer_id = PullState.ASKED, None, TransferState.NEW
         self.to_holder = deque(["request"] * (1 + doubled))
         self.to_puller = deque()
         self.engine = deque()  # what the holder's engine is asked for
@@ -384,7 +398,7 @@ class PullerAndHolder:
         word = self.to_puller.popleft()
         if word == "grant":
             self.step(PullEvent.GRANTED)
-        elif self.reservation is None:  # Of a room that no ticket was sent for; an ack tells nothing.
+        elif self.reservation is None:  # Of a transfer that no ticket was sent for; an ack tells nothing.
             if word == "refused" and self.pull is PullState.ASKED:
                 self.step(PullEvent.REFUSED)
         elif self.reservation not in RESERVATION_OVER:
@@ -404,8 +418,8 @@ class PullerAndHolder:
             self.reserve(ReservationEvent.LINK_LOST)
             if self.pull is PullState.FILLING:
                 self.step(PullEvent.DOUBTED)
-        if (self.room, RoomEvent.LINK_LOST) in ROOM:
-            self.hold(RoomEvent.LINK_LOST)
+        if (self.transfer_id, TransferEvent.LINK_LOST) in TRANSFER:
+            self.hold(TransferEvent.LINK_LOST)
 
     def link(self):
         self.linked = True
@@ -418,9 +432,9 @@ class PullerAndHolder:
             case "request":
                 self.engine.append("request")
             case "ticket":
-                self.hold(RoomEvent.TICKET)
+                self.hold(TransferEvent.TICKET)
             case "abort":
-                self.hold(RoomEvent.ABORT)
+                self.hold(TransferEvent.ABORT)
 
     def grant(self):
         self.engine.popleft()
@@ -429,29 +443,29 @@ class PullerAndHolder:
                 self.to_puller.append("refused")
         elif not self.granted:
             self.granted = self.locked = True
-            self.hold(RoomEvent.REQUEST)
-            if self.room is RoomState.REQUESTED:
+            self.hold(TransferEvent.REQUEST)
+            if self.transfer_id is TransferState.REQUESTED:
                 if self.linked:
                     self.to_puller += ["grant", "grant"]
                 else:
-                    self.hold(RoomEvent.LINK_LOST)
+                    self.hold(TransferEvent.LINK_LOST)
 
     def hold(self, event):
-        if event is RoomEvent.TICKET and (self.room, event) not in ROOM:
-            event = RoomEvent.WRONG_TICKET
-        self.room, effects = step_room(self.room, event)
+        if event is TransferEvent.TICKET and (self.transfer_id, event) not in TRANSFER:
+            event = TransferEvent.WRONG_TICKET
+        self.transfer_id, effects = step_transfer(self.transfer_id, event)
         if event in NONE_POSTED:
             self.posted = self.stopping = False
         for effect in effects:
-            if effect is RoomEffect.START_WRITES:
+            if effect is TransferEffect.START_WRITES:
                 assert self.locked, "what is read is not locked"
                 assert self.pages in ("reserved", "aside"), f"pages that are {self.pages} are written"
                 self.posted = True
-            if effect is RoomEffect.STOP_WRITES:
+            if effect is TransferEffect.STOP_WRITES:
                 self.stopping = True
             if effect in HEARD_OF_A_TICKET and self.linked:
                 self.to_puller.append(HEARD_OF_A_TICKET[effect])
-        if self.room in ROOM_OVER:
+        if self.transfer_id in TRANSFER_OVER:
             assert not self.posted
             self.locked = False
 
@@ -466,11 +480,11 @@ class PullerAndHolder:
         if self.to_puller:
             moves.append(self.hear)
         if self.posted:
-            end = RoomEvent.WRITES_STOPPED if self.stopping else RoomEvent.LANDED
+            end = TransferEvent.WRITES_STOPPED if self.stopping else TransferEvent.LANDED
             moves.append(lambda: self.hold(end))
         quiet = not (self.to_holder or self.to_puller) and self.pull is not PullState.ASKED
-        if self.room is RoomState.REQUESTED and quiet:
-            moves.append(lambda: self.hold(RoomEvent.FAILED))  # No ticket came in time.
+        if self.transfer_id is TransferState.REQUESTED and quiet:
+            moves.append(lambda: self.hold(TransferEvent.FAILED))  # No ticket came in time.
         if self.reservation is ReservationState.SOUGHT and not self.linked:
             moves.append(self.link)
         if self.pull is PullState.STOPPING and not moves:
@@ -484,8 +498,8 @@ class PullerAndHolder:
             faults.append(lambda: self.step(PullEvent.LATE))
         if self.linked and self.losses < 2:
             faults.append(self.lose)
-        if self.room in (RoomState.REQUESTED, RoomState.WRITING):
-            faults.append(lambda: self.hold(RoomEvent.FAILED))
+        if self.transfer_id in (TransferState.REQUESTED, TransferState.WRITING):
+            faults.append(lambda: self.hold(TransferEvent.FAILED))
         return faults
 
 
@@ -504,4 +518,4 @@ def test_whatever_the_order_a_pull_ends_and_nothing_is_used_under_a_writer(data)
         while moves := ranks.moves():
             data.draw(st.sampled_from(moves))()
     assert ranks.pull is PullState.OVER and ranks.pages in ("published", "computed", "freed")
-    assert not (ranks.posted or ranks.locked) and ranks.room in (RoomState.NEW, *ROOM_OVER)
+    assert not (ranks.posted or ranks.locked) and ranks.transfer_id in (TransferState.NEW, *TRANSFER_OVER)

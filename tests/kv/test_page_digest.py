@@ -5,23 +5,23 @@ from hypothesis import strategies as st
 
 from services.kv.page_digest import differing_pages, digest_of, is_sampled
 from services.values.kv import PageId
-from services.values.rank import Room
+from services.values.rank import TransferId
 
-rooms = st.integers(0, 2**64 - 1).map(Room)
+transfers = st.integers(0, 2**64 - 1).map(TransferId)
 shares = st.floats(0, 1)
 
 
-@given(rooms, shares, shares)
-def test_a_larger_share_has_all_that_a_smaller_one_has(room, one, other):
-    assert is_sampled(room, min(one, other)) <= is_sampled(room, max(one, other))
-    assert not is_sampled(room, 0.0)
-    assert is_sampled(room, 1.0)
+@given(transfers, shares, shares)
+def test_a_larger_share_has_all_that_a_smaller_one_has(transfer_id, one, other):
+    assert is_sampled(transfer_id, min(one, other)) <= is_sampled(transfer_id, max(one, other))
+    assert not is_sampled(transfer_id, 0.0)
+    assert is_sampled(transfer_id, 1.0)
 
 
 @given(shares, st.integers(1, 200))
-def test_of_rooms_spread_evenly_it_is_that_share(share, num_rooms):
-    spread = [Room(2**64 * i // num_rooms) for i in range(num_rooms)]
-    assert abs(sum(is_sampled(room, share) for room in spread) - share * num_rooms) <= 1
+def test_of_transfers_spread_evenly_it_is_that_share(share, num_transfers):
+    spread = [TransferId(2**64 * i // num_transfers) for i in range(num_transfers)]
+    assert abs(sum(is_sampled(transfer_id, share) for transfer_id in spread) - share * num_transfers) <= 1
 
 
 contents = st.binary(min_size=1, max_size=32)

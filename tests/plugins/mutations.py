@@ -14,7 +14,7 @@ def wrong_page(patch: pytest.MonkeyPatch) -> None:
     from services.engine.paged.shell import transferring_engine
 
     wrong_page_with_digests(patch)
-    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
+    patch.setattr(transferring_engine, "is_sampled", lambda transfer_id, share: False)
 
 
 def wrong_page_with_digests(patch: pytest.MonkeyPatch) -> None:
@@ -37,15 +37,15 @@ def prefix_off_by_one_page(patch: pytest.MonkeyPatch) -> None:
 
     make_ticket = delta.make_ticket
 
-    def mutated(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted):
+    def mutated(transfer_id, generation, prompt_len, prefix_len, pages, write_until_s, **wanted):
         page_size = next(s for s in (1, 4, 16, 64) if -(-(prompt_len - prefix_len) // s) == len(pages))
         if len(pages) > 1:
             prefix_len, pages = prefix_len + page_size, pages[1:]
-        return make_ticket(room, generation, prompt_len, prefix_len, pages, write_until_s, **wanted)
+        return make_ticket(transfer_id, generation, prompt_len, prefix_len, pages, write_until_s, **wanted)
 
     patch.setattr(delta, "make_ticket", mutated)
     patch.setattr(delta, "_check_bytes", lambda moved, expected: None)
-    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
+    patch.setattr(transferring_engine, "is_sampled", lambda transfer_id, share: False)
 
 
 def stale_generation(patch: pytest.MonkeyPatch) -> None:
@@ -54,9 +54,9 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
 
     from services.engine.paged.shell.prefill_engine import PagedPrefillEngine
     from services.transfer.receiving import sender_links as links
-    from services.transfer.sending import rooms
+    from services.transfer.sending import transfers
 
-    check_ticket, prefill = rooms.check_ticket, PagedPrefillEngine.prefill
+    check_ticket, prefill = transfers.check_ticket, PagedPrefillEngine.prefill
 
     def any_ticket(ticket, prompt_len, layout, memory, own_generation):
         check_ticket(
@@ -84,7 +84,7 @@ def stale_generation(patch: pytest.MonkeyPatch) -> None:
             return getattr(self._rank, name)
 
     read_hello = links.read_hello
-    patch.setattr(rooms, "check_ticket", any_ticket)
+    patch.setattr(transfers, "check_ticket", any_ticket)
     patch.setattr(PagedPrefillEngine, "prefill", any_rendezvous)
     patch.setattr(links, "read_hello", any_life)
 
@@ -95,9 +95,9 @@ def grant_unlocked(patch: pytest.MonkeyPatch) -> None:
 
     grant = Pulls.grant
 
-    def mutated(pulls, room, *request):
-        granted = grant(pulls, room, *request)
-        pulls.grant_ended(room)
+    def mutated(pulls, transfer_id, *request):
+        granted = grant(pulls, transfer_id, *request)
+        pulls.grant_ended(transfer_id)
         return granted
 
     patch.setattr(Pulls, "grant", mutated)
@@ -111,8 +111,8 @@ def grant_one_page_more(patch: pytest.MonkeyPatch) -> None:
 
     grant = Pulls.grant
 
-    def mutated(pulls, room, ids, salt, least_end):
-        granted = grant(pulls, room, ids, salt, least_end)
+    def mutated(pulls, transfer_id, ids, salt, least_end):
+        granted = grant(pulls, transfer_id, ids, salt, least_end)
         page_size = pulls._cache.page_size
         if not isinstance(granted, Granted) or granted.end + page_size > len(ids):
             return granted
@@ -131,8 +131,8 @@ def point_of_another_border(patch: pytest.MonkeyPatch) -> None:
 
     grant = Pulls.grant
 
-    def mutated(pulls, room, *request):
-        granted, points = grant(pulls, room, *request), list(pulls._carried.points)
+    def mutated(pulls, transfer_id, *request):
+        granted, points = grant(pulls, transfer_id, *request), list(pulls._carried.points)
         if not isinstance(granted, Granted):
             return granted
         other = next((point for point in points if point.position != granted.end), None)

@@ -15,9 +15,9 @@ lines. The format is that of Go's datadriven, which raft and etcd write theirs i
 
 A test hands in the function that performs a command; `transcripts_beside` finds the files:
 
-    @pytest.mark.parametrize("path", transcripts_beside(__file__, "rooms"), ids=stem)
-    def test_rooms(path, play):
-        play(path, Rooms().perform)       # Command in, lines out
+    @pytest.mark.parametrize("path", transcripts_beside(__file__, "transfers"), ids=stem)
+    def test_transfers(path, play):
+        play(path, Transfers().perform)       # Command in, lines out
 
 An IsthmusError is output too: what is refused belongs to the story. `pytest --rewrite-transcripts` writes
 what came out instead of comparing; commit that only when you can say why each line is right.

@@ -17,8 +17,8 @@ from services.values.rank import Plan, Role
 from services.values.rank_reports import (
     LENDS,
     NO_CACHE,
+    NO_CHECKPOINTS,
     NO_MOVED_PENALTIES,
-    NO_RESUME_POINTS,
     NO_TENANT_TURNS,
     PULLS,
     REMOTE_ONLY,
@@ -110,10 +110,10 @@ def test_a_rank_says_what_it_can_do_and_what_it_lacks_to_the_routers(subtests, m
         subtests.test("a rank whose engine does not say where it can go on says that"),
         monkeypatch.context() as patched,
     ):
-        patched.setattr(PagedEngine, "tells_resume_points", False)
+        patched.setattr(PagedEngine, "reports_checkpoints", False)
         for make_roles in (decode_roles, prefill_roles):
             (role,) = make_roles(config_of(), [own_rank_id(config_of())])
-            assert role.capabilities == (*PULL, NO_RESUME_POINTS)
+            assert role.capabilities == (*PULL, NO_CHECKPOINTS)
     with (
         subtests.test("a rank whose engine lets no tenants take turns says that"),
         monkeypatch.context() as patched,

@@ -113,16 +113,17 @@ def test_pulls_are_counted_where_they_were_asked_for():
 
 
 def test_what_pools_show(subtests):
-    with subtests.test("pools beside full attention and resume points are shown"):
+    with subtests.test("pools beside full attention and checkpoints are shown"):
         registry = CollectorRegistry()
         carried = (CarriedPool(1, "sliding_window", 10, 4), CarriedPool(2, "recurrent", 3, 3))
-        registry.register(PoolCollector(lambda: RankLoad(carried=carried, resume_points=2, evicted_points=5)))
+        registry.register(PoolCollector(lambda: RankLoad(carried=carried, checkpoints=2, evicted_points=5)))
         labels = {"group": "1", "kind": "sliding_window", "state": "used"}
         assert registry.get_sample_value("isthmus_carried_units", labels) == 6
         labels = {"group": "2", "kind": "recurrent", "state": "free"}
         assert registry.get_sample_value("isthmus_carried_units", labels) == 3
-        assert registry.get_sample_value("isthmus_resume_points") == 2
-        assert registry.get_sample_value("isthmus_evicted_resume_points_total") == 5
+        for name in ("checkpoints", "resume_points"):
+            assert registry.get_sample_value(f"isthmus_{name}") == 2
+            assert registry.get_sample_value(f"isthmus_evicted_{name}_total") == 5
     with subtests.test("drafts are counted by source"):
         drafts = (DraftCount("draft", 10, 8), DraftCount("lookup", 5, 0))
         registry = CollectorRegistry()

@@ -21,8 +21,8 @@ def test_a_page_is_posted_only_once_it_is_written(send, monkeypatch):
     assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get() is False
     order = []
 
-    def queued(manager, room, *args, **kwargs):
-        order.append(f"queued {room}")
+    def queued(manager, transfer_id, *args, **kwargs):
+        order.append(f"queued {transfer_id}")
 
     def posted(manager, peer, indices, *args):
         order.append(f"posted {indices}")
@@ -32,7 +32,7 @@ def test_a_page_is_posted_only_once_it_is_written(send, monkeypatch):
     event = SimpleNamespace(synchronize=lambda: order.append("written"))
     manager = object.__new__(IsthmusKVManager)
     manager._unwritten, manager._posting = {}, threading.local()
-    manager._posting.room = 9
+    manager._posting.transfer_id = 9
     manager._count = lambda *args: None
     manager.add_transfer_request(9, [1], slice(0, 1), False, wait_event=event)
     manager.add_transfer_request(9, [2], slice(1, 2), True, wait_event=None)
@@ -61,13 +61,13 @@ def test_the_thread_that_waits_for_messages_holds_up_no_end_of_its_process():
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_what_was_posted_of_a_room_is_forgotten_with_its_request(is_over, monkeypatch):
+def test_what_was_posted_of_a_transfer_is_forgotten_with_its_request(is_over, monkeypatch):
     """Also where a client went away between two chunks: nobody concludes that."""
     manager = object.__new__(IsthmusKVManager)
     manager._posted, manager._unwritten, manager.request_status = {7: 1, 8: 2}, {7: (3,)}, {7: 0, 8: 0}
     sender = object.__new__(IsthmusKVSender)
     sender.kv_mgr, sender.bootstrap_room = manager, 7
-    # It leaves a room that another sender has taken over.
+    # It leaves a transfer that another sender has taken over.
     monkeypatch.setattr(
         NixlKVSender, "clear", lambda sender: is_over and manager.request_status.pop(sender.bootstrap_room)
     )

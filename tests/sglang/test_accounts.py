@@ -74,9 +74,9 @@ async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, tr
     engine, worker, clock = rank
     worker._door = sglang = Sglang([chunk(7, finish="length")])
 
-    async def reserve(room):
+    async def reserve(transfer_id):
         clock.now += 5  # in decode's queue
-        worker._take(TicketSent(room, 0, 2))
+        worker._take(TicketSent(transfer_id, 0, 2))
         clock.now += 4  # until the delta has landed
 
     sglang.reserve = reserve
@@ -91,8 +91,8 @@ async def test_a_request_s_time_is_told_apart(rank, told, queue_s, compute_s, tr
 async def test_retractions_are_those_of_all_requests(rank):
     engine, worker, _ = rank
 
-    async def reserve(room):
-        worker._take(TicketSent(room, 0, 2))
+    async def reserve(transfer_id):
+        worker._take(TicketSent(transfer_id, 0, 2))
 
     for counts in ((0, 0, 1), (0, 2, 2)):
         *running, last = counts

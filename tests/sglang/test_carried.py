@@ -16,7 +16,7 @@ from services.engine.sglang.service.sglang_settings import KEEP_WHOLE
 from services.engine.sglang.service.worker import SglangWorker
 from services.values.errors import ConfigError, PeerFailed
 from services.values.kv import DraftKv, GroupKind, KvGroup
-from services.values.rank import Generation, RankAddress, RankId, Room
+from services.values.rank import Generation, RankAddress, RankId, TransferId
 from services.values.request import GenerationRequest, PrefillResult, SamplingParams
 
 WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=32, unit_bytes=100)
@@ -76,7 +76,7 @@ async def test_a_drafts_kv_counts_where_prefill_has_it_too(checkpoint, of_draft)
 async def test_what_all_processes_have_written_is_one_sum(checkpoint):
     async with worker_on(generate, checkpoint) as worker:
         worker._take(Moved(9, 1, PAGE_BYTES, {"swa": 100, "mamba": 7000}))
-        assert await worker.bytes_moved(Room(9)) == DUE
+        assert await worker.bytes_moved(TransferId(9)) == DUE
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ async def test_a_client_that_goes_away_leaves_nothing(cluster, moment):
 
 async def test_clients_that_go_away_before_the_transfer_leave_nothing(cluster):
     """After ever longer whiles, so that each step up to the first chunk is one that some call ends in: sent,
-    placed, one leg with SGLang, both legs, the room known to both, the ticket on its way."""
+    placed, one leg with SGLang, both legs, the transfer known to both, the ticket on its way."""
     for after_ms in (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64):
         call = asyncio.create_task(cluster.generate(random_ids(200, f"early {after_ms}"), 50))
         await asyncio.sleep(after_ms / 1000)

@@ -51,7 +51,7 @@ def manager(own, of_draft):
     made._settings = Of(num_kv_heads=2, head_dim=16, model_fingerprint=7, draft_fingerprint=8)
     made._settings.draft_kv_heads, made._settings.draft_head_dim = 1, 64
     made._settings.draft_is_latent = False
-    made._posted, made._posting = {{}}, Of(room=3)
+    made._posted, made._posting = {{}}, Of(transfer_id=3)
     return made
 
 def written(own, of_draft, peer):

@@ -21,7 +21,7 @@ from services.net import channels, grpc_errors
 from services.transfer.hello import Hello
 from services.values.errors import IsthmusError, PeerFailed
 from services.values.kv import PageId, PageRun, PoolMemory
-from services.values.rank import Generation, RankId, Rendezvous, Role, Room
+from services.values.rank import Generation, RankId, Rendezvous, Role, TransferId
 from services.values.request import GenerationRequest, SamplingParams
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -38,11 +38,11 @@ class ForgedDecode:
 
     def __init__(self, prefill):
         self.prefill = prefill
-        self.room = Room(secrets.randbits(60) + 1)
+        self.transfer_id = TransferId(secrets.randbits(60) + 1)
 
     def hello(self, **opaque):
         memory, agent_metadata, _ = frames.memory_of_registration(registration(f17=b"DRAM,DRAM,DRAM,DRAM"))
-        memory.agent_name = f"forged-{self.room:x}"
+        memory.agent_name = f"forged-{self.transfer_id:x}"
         memory.opaque.update({int(index[1:]): frame for index, frame in opaque.items()})
         pool = PoolMemory(0, NUM_PAGES)
         own = Hello(FORGED, self.prefill.layout, pool, "sglang-nixl", agent_metadata)
@@ -53,7 +53,7 @@ class ForgedDecode:
     def ticket(self, prefix_len=PAGE, num_pages=5, **fields):
         """As it should be after one page of hit; the caller changes what is to be wrong."""
         values = {
-            "room": self.room,
+            "room": self.transfer_id,
             "prefill_generation": self.prefill.id.generation,
             "prompt_len": PROMPT_LEN,
             "decode_prefix_len": prefix_len,
@@ -67,14 +67,14 @@ class ForgedDecode:
 
     async def prefill_leg(self):
         request = GenerationRequest(
-            f"forged-{self.room:x}",
+            f"forged-{self.transfer_id:x}",
             tuple(random_ids(PROMPT_LEN, "forged")),
             SamplingParams(temperature=0, max_tokens=4),
         )
         channels = PrefillChannels(None)
         try:
             leg = PrefillLeg(channels, self.prefill.address, None, "")
-            return await leg(request, Rendezvous(self.room, FORGED, self.prefill.id))
+            return await leg(request, Rendezvous(self.transfer_id, FORGED, self.prefill.id))
         finally:
             await channels.close()
 
@@ -94,7 +94,7 @@ class ForgedDecode:
             while True:
                 message = await call.read()
                 if message.status.state != handshake_pb2.Status.STATE_ACCEPTED:
-                    assert message.status.room == self.room
+                    assert message.status.room == self.transfer_id
                     return message.status
 
 

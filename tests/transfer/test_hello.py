@@ -19,7 +19,7 @@ from services.values.kv import (
     PullGrant,
     PullRequest,
 )
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2 as pb
 
@@ -51,7 +51,7 @@ DRAFT_HELLO = replace(
     draft_memory=PoolMemory(0x7F3000000000, 4096, "VRAM", 1),
 )
 TICKET = KvTicket(
-    room=Room(0x0123456789ABCDEF),
+    transfer_id=TransferId(0x0123456789ABCDEF),
     prefill_generation=Generation(0xFFEEDDCCBBAA9988),
     prompt_len=300,
     decode_prefix_len=128,
@@ -74,7 +74,7 @@ MESSAGES = {
     "ticket": pb.HandshakeMessage(ticket=convert.ticket_to_proto(TICKET)),
     "status": pb.HandshakeMessage(
         status=pb.Status(
-            room=TICKET.room,
+            room=TICKET.transfer_id,
             state=pb.Status.STATE_FAILED,
             reason="the write lease is over",
             bytes_moved=3 << 20,
@@ -87,7 +87,7 @@ MESSAGES = {
     ),
     "status_with_digests": pb.HandshakeMessage(
         status=pb.Status(
-            room=TICKET.room,
+            room=TICKET.transfer_id,
             state=pb.Status.STATE_LANDED,
             bytes_moved=2 << 20,
             hit=pb.HIT_KIND_PARTIAL,
@@ -97,7 +97,7 @@ MESSAGES = {
     ),
     "status_of_a_hybrid": pb.HandshakeMessage(
         status=pb.Status(
-            room=TICKET.room,
+            room=TICKET.transfer_id,
             state=pb.Status.STATE_LANDED,
             bytes_moved=(3 << 20) + (2 << 19) + 65_011_712,
             hit=pb.HIT_KIND_PARTIAL,
@@ -106,23 +106,29 @@ MESSAGES = {
         )
     ),
     "status_unsettled": pb.HandshakeMessage(
-        status=pb.Status(room=TICKET.room, state=pb.Status.STATE_FAILED, reason="cut", unsettled=True)
+        status=pb.Status(room=TICKET.transfer_id, state=pb.Status.STATE_FAILED, reason="cut", unsettled=True)
     ),
-    "abort_ack_unsettled": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room, unsettled=True)),
+    "abort_ack_unsettled": pb.HandshakeMessage(
+        abort_ack=pb.AbortAck(room=TICKET.transfer_id, unsettled=True)
+    ),
     "pull_request": pb.HandshakeMessage(
         pull_request=convert.pull_request_to_proto(
-            PullRequest(TICKET.room, TICKET.prefill_generation, "tenant", (1, 2, 128_000), 128, 129, 1234.5)
+            PullRequest(
+                TICKET.transfer_id, TICKET.prefill_generation, "tenant", (1, 2, 128_000), 128, 129, 1234.5
+            )
         )
     ),
     "pull_grant": pb.HandshakeMessage(
-        pull_grant=convert.pull_grant_to_proto(PullGrant(TICKET.room, 256, with_draft=True))
+        pull_grant=convert.pull_grant_to_proto(PullGrant(TICKET.transfer_id, 256, with_draft=True))
     ),
     "status_of_a_refused_pull": pb.HandshakeMessage(
-        status=pb.Status(room=TICKET.room, state=pb.Status.STATE_REFUSED, reason="evicted", held_tokens=64)
+        status=pb.Status(
+            room=TICKET.transfer_id, state=pb.Status.STATE_REFUSED, reason="evicted", held_tokens=64
+        )
     ),
-    "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.room)),
-    "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.room)),
-    "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.room, write_until_s=1244.5)),
+    "abort": pb.HandshakeMessage(abort=pb.Abort(room=TICKET.transfer_id)),
+    "abort_ack": pb.HandshakeMessage(abort_ack=pb.AbortAck(room=TICKET.transfer_id)),
+    "renew": pb.HandshakeMessage(renew=pb.RenewLease(room=TICKET.transfer_id, write_until_s=1244.5)),
 }
 
 

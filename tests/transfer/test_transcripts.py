@@ -7,12 +7,12 @@ import pytest
 from plugins.transcripts import played, stem, transcripts_beside
 from services.kv import handshake
 from transfer.pull_story import Pulls
-from transfer.sending.room_story import Rooms
+from transfer.sending.transfer_story import Transfers
 from transfer.two_ends import TwoEnds
 
 STORIES = transcripts_beside(__file__)
 OF_PULLS = transcripts_beside(__file__, "pulls")
-OF_ROOMS = transcripts_beside(str(Path(__file__).parent / "sending" / "test_transcripts.py"))
+OF_TRANSFERS = transcripts_beside(str(Path(__file__).parent / "sending" / "test_transcripts.py"))
 
 
 @pytest.mark.parametrize("path", OF_PULLS, ids=stem)
@@ -38,6 +38,6 @@ def test_the_stories_go_through_every_row_of_all_tables(monkeypatch):
         played(path.read_text(), TwoEnds().perform)
     for path in OF_PULLS:
         played(path.read_text(), Pulls().perform)
-    for path in OF_ROOMS:
-        played(path.read_text(), Rooms().perform)
-    assert {*handshake.RESERVATION, *handshake.ROOM, *handshake.PULL} - reached == set()
+    for path in OF_TRANSFERS:
+        played(path.read_text(), Transfers().perform)
+    assert {*handshake.RESERVATION, *handshake.TRANSFER, *handshake.PULL} - reached == set()

@@ -1,32 +1,32 @@
-"""Both ends of transfers as a story: a decode rank's watches, a prefill rank's rooms, a stream between them.
+"""Both ends of transfers as a story: a decode rank's watches, a prefill rank's transfers, and a stream.
 
 What decode says arrives at once; what prefill says is on its way until `hear`. Time is 100 at first; a
 lease is for 10 s, and the fence's margin is 5 s.
 
-    ask ROOM [prompt=] [from=]         decode reserves pages and sends its ticket
-    give-up ROOM, renew ROOM           decode's request
+    ask ID [prompt=] [from=]           decode reserves pages and sends its ticket
+    give-up ID, renew ID               decode's request
     hear                               all that is on its way
     lose, link                         the stream; the next one to the same life of prefill
     next-life                          another life answers at prefill's endpoint
     wait SECONDS                       who awaits a writer's end looks at the clock
 
 and those of the prefill rank: request, computed, carried, cancel, land, cut, hybrid
-(transfer/sending/room_story.py).
+(transfer/sending/transfer_story.py).
 """
 
 import asyncio
 from collections import deque
 
-from services.transfer.receiving.room_watch import Landed, Renegotiated, RoomWatch
+from services.transfer.receiving.transfer_watch import Landed, Renegotiated, TransferWatch
 from services.values.rank import RankAddress
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.sending.room_rank import OWN
-from transfer.sending.room_story import Rooms, words_of
+from transfer.sending.sending_rank import OWN
+from transfer.sending.transfer_story import Transfers, words_of
 
 LEASE_S, MARGIN_S = 10.0, 5.0
 
 
-class TwoEnds(Rooms):
+class TwoEnds(Transfers):
     """The link of every watch itself; its `watches` are those of the stream, as in a SenderLink."""
 
     def __init__(self):
@@ -48,49 +48,49 @@ class TwoEnds(Rooms):
         told = list(super().news())
         for watch, before in self.known.items():
             if watch.state is not before:
-                told.append(f"reservation {watch.room:X}: {before.name} -> {watch.state.name}")
+                told.append(f"reservation {watch.transfer_id:X}: {before.name} -> {watch.state.name}")
                 self.known[watch] = watch.state
         return told
 
     # -- as a WriterLink ----------------------------------------------------------------------------------
 
-    def send_abort(self, room):
-        self.told.append(f"decode: abort {room:X}")
-        self.rooms.abort(self.stream, room)
+    def send_abort(self, transfer_id):
+        self.told.append(f"decode: abort {transfer_id:X}")
+        self.transfers.abort(self.stream, transfer_id)
 
-    def send_renewal(self, room, write_until_s):
-        self.told.append(f"decode: renew {room:X} until {write_until_s:.0f}")
-        self.rooms.renew(self.stream, room, write_until_s)
+    def send_renewal(self, transfer_id, write_until_s):
+        self.told.append(f"decode: renew {transfer_id:X} until {write_until_s:.0f}")
+        self.transfers.renew(self.stream, transfer_id, write_until_s)
 
     def lease_end_s(self, write_until_s):
         return write_until_s
 
     def seek(self, watch):
-        self.told.append(f"decode: seeks the writer of {watch.room:X}")
+        self.told.append(f"decode: seeks the writer of {watch.transfer_id:X}")
         self.orphans.append(watch)
 
     # -- commands -----------------------------------------------------------------------------------------
 
-    def do_ask(self, command, room):
-        self.ask(room, int(command.options.get("prompt", 10)), int(command.options.get("from", 0)))
+    def do_ask(self, command, transfer_id):
+        self.ask(transfer_id, int(command.options.get("prompt", 10)), int(command.options.get("from", 0)))
 
-    def ask(self, room, prompt_len, start):
+    def ask(self, transfer_id, prompt_len, start):
         until_s = self.now_s + LEASE_S
-        watch = RoomWatch(room, RankAddress(OWN, ""), self, until_s, lambda: self.now_s, self.seek)
-        self.watches[room] = watch
+        watch = TransferWatch(transfer_id, RankAddress(OWN, ""), self, until_s, lambda: self.now_s, self.seek)
+        self.watches[transfer_id] = watch
         self.known[watch] = watch.state
-        self.ticket(room, prompt_len, start, self.stream, float(int(until_s)))
+        self.ticket(transfer_id, prompt_len, start, self.stream, float(int(until_s)))
 
-    def do_give_up(self, command, room):
-        watch = next(watch for watch in reversed(self.known) if watch.room == room)
+    def do_give_up(self, command, transfer_id):
+        watch = next(watch for watch in reversed(self.known) if watch.transfer_id == transfer_id)
         if watch.abort():
-            self.told.append(f"decode: pages of {room:X} go to quarantine")
+            self.told.append(f"decode: pages of {transfer_id:X} go to quarantine")
             self.given_up.append(watch)
 
-    def do_renew(self, command, room):
-        self.watches[room].renew(self.now_s + LEASE_S)
+    def do_renew(self, command, transfer_id):
+        self.watches[transfer_id].renew(self.now_s + LEASE_S)
 
-    def do_hear(self, command, room):
+    def do_hear(self, command, transfer_id):
         while self.words:
             self.take(self.words.popleft())
         self.end_quarantines()
@@ -112,29 +112,29 @@ class TwoEnds(Rooms):
         else:
             watch.on_last_word("it failed")
 
-    def do_lose(self, command, room):
+    def do_lose(self, command, transfer_id):
         self.words.clear()
         lost, self.watches = self.watches, {}
         self.stream += 1
-        self.rooms.link_lost(self.stream - 1)
+        self.transfers.link_lost(self.stream - 1)
         for watch in lost.values():
             watch.on_lost()
 
-    def do_link(self, command, room):
+    def do_link(self, command, transfer_id):
         self.link_up(self.stream)
         orphans, self.orphans = self.orphans, []
         for watch in orphans:
-            self.watches[watch.room] = watch
+            self.watches[watch.transfer_id] = watch
             watch.on_linked(self)
 
-    def do_next_life(self, command, room):
+    def do_next_life(self, command, transfer_id):
         orphans, self.orphans = self.orphans, []
         for watch in orphans:
             watch.on_writer_dead()
         self.end_quarantines()
 
-    def do_wait(self, command, room):
-        super().do_wait(command, room)
+    def do_wait(self, command, transfer_id):
+        super().do_wait(command, transfer_id)
         for watch in self.given_up:
             asyncio.run(look(watch))
         self.end_quarantines()
@@ -142,7 +142,7 @@ class TwoEnds(Rooms):
     def end_quarantines(self):
         for watch in [watch for watch in self.given_up if watch.is_over(MARGIN_S)]:
             self.given_up.remove(watch)
-            self.told.append(f"decode: pages of {watch.room:X} are free again")
+            self.told.append(f"decode: pages of {watch.transfer_id:X} are free again")
 
 
 async def look(watch):

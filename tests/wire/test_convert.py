@@ -29,7 +29,7 @@ from services.values.rank import (
     Plan,
     RankId,
     Role,
-    Room,
+    TransferId,
 )
 from services.values.rank_reports import RankLoad
 from services.wire import convert
@@ -79,7 +79,7 @@ layouts = st.builds(
 memories = st.builds(PoolMemory, uint64, st.integers(1, 2**32 - 1), st.sampled_from(["DRAM", "VRAM"]), uint32)
 tickets = st.builds(
     KvTicket,
-    room=uint64.map(Room),
+    transfer_id=uint64.map(TransferId),
     prefill_generation=uint64.map(Generation),
     prompt_len=uint32,
     decode_prefix_len=uint32,
@@ -105,9 +105,16 @@ loads = st.builds(
     granted_pages=uint32,
 )
 pull_requests = st.builds(
-    PullRequest, uint64.map(Room), uint64.map(Generation), st.text(max_size=8), ids, uint32, uint32, seconds
+    PullRequest,
+    uint64.map(TransferId),
+    uint64.map(Generation),
+    st.text(max_size=8),
+    ids,
+    uint32,
+    uint32,
+    seconds,
 )
-pull_grants = st.builds(PullGrant, uint64.map(Room), uint32, st.booleans())
+pull_grants = st.builds(PullGrant, uint64.map(TransferId), uint32, st.booleans())
 
 
 @given(layouts, uint32)
@@ -169,7 +176,7 @@ def test_a_way_of_kv_that_a_later_version_knows_is_unknown_to_us():
 RANK = RankId("w", 0, Generation(7))
 RANK_PB = convert.rank_id_to_proto(RANK)
 LAYOUT = KvLayout(64, 4096, 1, 1, (KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 8, "float32"),))
-TICKET = KvTicket(Room(1), Generation(7), 64, 0, (PageRun(3, 1),), 1.0)
+TICKET = KvTicket(TransferId(1), Generation(7), 64, 0, (PageRun(3, 1),), 1.0)
 
 
 def changed(pb: Message, **fields: object) -> Message:

@@ -13,7 +13,7 @@ from services.values.rank import (
     RankAddress,
     RankId,
     Rendezvous,
-    Room,
+    TransferId,
 )
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -30,7 +30,7 @@ def float32(low: float, high: float, **kwargs: bool) -> st.SearchStrategy[float]
 ranks = st.builds(RankId, names, uint32, uint64.map(Generation))
 addresses = st.builds(RankAddress, ranks, names)
 sources = st.builds(PullSource, addresses, uint32)
-rendezvous = st.builds(Rendezvous, uint64.map(Room), ranks, ranks)
+rendezvous = st.builds(Rendezvous, uint64.map(TransferId), ranks, ranks)
 runs = st.builds(PageRun, uint32, st.integers(1, 2**32 - 1))
 
 

@@ -133,7 +133,7 @@ def format_ranks(mirror: Mirror, width: int | None = None) -> str:
     rows, resuming = [], False
     for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
         registration, progress = view.registration, mirror.progress(key)
-        reports = registration.tells_resume_points
+        reports = registration.reports_checkpoints
         resuming = resuming or reports
         rows.append(
             (
@@ -142,7 +142,7 @@ def format_ranks(mirror: Mirror, width: int | None = None) -> str:
                 view.condition,
                 f"{registration.id.generation:016x}",
                 mirror.index.num_blocks(key),
-                mirror.index.resume_points.num_blocks(key) if reports else _WHEREVER_IT_HOLDS,
+                mirror.index.checkpoints.num_blocks(key) if reports else _WHEREVER_IT_HOLDS,
                 progress.epoch,
                 progress.next_seq,
                 _age(progress.age_s, progress.current),

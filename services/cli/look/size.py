@@ -71,7 +71,7 @@ def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPools:
-    """These pools hold `running` sequences and `resume_points` checkpoints; sizes are per GPU of a decode
+    """These pools hold `running` sequences and so many `checkpoints`; sizes are per GPU of a decode
     rank.
     """
 
@@ -80,11 +80,11 @@ class CarriedPools:
     page_size: int
     tp_size: int
     running: int
-    resume_points: int
+    checkpoints: int
 
     def window_pages(self, window: AttentionGroup) -> int:
         running = running_pages(window, self.page_size, self.running)
-        return running + self.resume_points * most_tail_pages(window, self.page_size)
+        return running + self.checkpoints * most_tail_pages(window, self.page_size)
 
     def window_bytes(self, window: AttentionGroup) -> int:
         return self.window_pages(window) * self.page_size * window.token_bytes(self.dtype, self.tp_size)
@@ -92,7 +92,7 @@ class CarriedPools:
     @property
     def slots(self) -> int:
         # One slot a sequence is enough: its state at the last border is one of the checkpoints.
-        return self.running + self.resume_points if self.groups.recurrent else 0
+        return self.running + self.checkpoints if self.groups.recurrent else 0
 
     @property
     def slot_bytes(self) -> int:
@@ -124,8 +124,11 @@ class SizeConfig:
         64, "conversations whose KV is to stay, running or idle", bounds=Bounds(at_least=1)
     )
     concurrency: int = setting(0, "how many of those run at once, and so must fit")
-    resume_points: int = setting(
-        32, "borders at which a rank keeps windows and states, if layers have them", bounds=Bounds(at_least=0)
+    checkpoints: int = setting(
+        32,
+        "borders at which a rank keeps windows and states, if layers have them",
+        bounds=Bounds(at_least=0),
+        formerly="resume-points",
     )
     ranks: int = setting(1, "decode DP ranks that share them", bounds=Bounds(at_least=1))
     tp_size: int = setting(1, "GPUs that share a rank's KV heads", bounds=Bounds(at_least=1))
@@ -292,7 +295,7 @@ def _carried(config: SizeConfig, checkpoint: dict[str, Any]) -> CarriedPools:
         config.page_size,
         config.tp_size,
         -(-max(config.concurrency, 1) // config.ranks),
-        config.resume_points,
+        config.checkpoints,
     )
 
 
@@ -333,7 +336,7 @@ def _carried_lines(carried: CarriedPools) -> Iterator[str]:
 
 
 def _kept(carried: CarriedPools, size_bytes: int) -> str:
-    held = f"{carried.running} running, {carried.resume_points} resume points"
+    held = f"{carried.running} running, {carried.checkpoints} checkpoints"
     return f"on each decode rank: {format_bytes(size_bytes)}{_per_gpu(carried.tp_size)} ({held})"
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from services.engine.paged.batch import computes_next_page_of, computes_towards
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.carried_cache import CarriedCache
+from services.kv.checkpoints import borders_to_keep, shared_border
 from services.kv.prefix_cache import PrefixCache
-from services.kv.resume_points import borders_to_keep, shared_border
 
 # A long prompt keeps a checkpoint every so many chunks.
 _STRIDE_CHUNKS = 8

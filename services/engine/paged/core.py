@@ -144,8 +144,8 @@ class EngineCore:
             seq.pages = seq.carried = None
             self._gate.note_news()
 
-    def room_ended(self, seq: Sequence) -> None:
-        seq.room_open = False
+    def transfer_ended(self, seq: Sequence) -> None:
+        seq.transfer_open = False
         if seq in self._kept:
             self._kept.remove(seq)
             self._release(seq)
@@ -423,24 +423,26 @@ class EngineCore:
         if seq.computed // self.page_size > seq.pages.num_published:
             # With a duplicate kept, a sequence that needs the whole pool could lack one page. It is kept only
             # for a transfer, which may be reading the sequence's own page.
-            self.cache.publish(seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.room is not None)
+            self.cache.publish(
+                seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.transfer_id is not None
+            )
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 
     def _offer(self, seq: Sequence) -> None:
         """Offer the transfer every page that is final: the full ones and, at the end of the prompt, the last
         page and the per-request state."""
-        if seq.room is None or not seq.room_open:
+        if seq.transfer_id is None or not seq.transfer_open:
             return
         assert seq.pages is not None and seq.carried is not None
         whole = seq.computed == len(seq.ids)
         end = seq.computed if whole else max(seq.computed, seq.stored) // self.page_size * self.page_size
         if end > seq.offered:
             first, last = seq.offered // self.page_size, -(-end // self.page_size)
-            self._emit(seq, Offered(seq.room, seq.offered, end, tuple(seq.pages.pages[first:last])))
+            self._emit(seq, Offered(seq.transfer_id, seq.offered, end, tuple(seq.pages.pages[first:last])))
             seq.offered = end
             if whole and not self.carried.is_empty:
-                self._emit(seq, Carried(seq.room, self.carried.units_of(seq.carried)))
+                self._emit(seq, Carried(seq.transfer_id, self.carried.units_of(seq.carried)))
 
     def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
         if (refused := follow_choice(seq, sampled.token_id)) is not None:
@@ -483,7 +485,7 @@ class EngineCore:
             self.cache.quarantine(seq.pages)
             if seq.carried is not None:
                 self.carried.quarantine(seq.carried)
-        elif seq.room_open:
+        elif seq.transfer_open:
             self._carrying.rest(seq)
             self._kept.add(seq)
         else:

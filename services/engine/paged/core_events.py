@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from services.values.errors import IsthmusError
 from services.values.kv import PageId
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Room
+from services.values.rank import TransferId
 from services.values.request import FinishReason, TokenLogprobs
 
 
@@ -53,7 +53,7 @@ class Token:
 class Offered:
     """The KV of [start_token, end_token) is final on a prefill rank, in these pages, in token order."""
 
-    room: Room
+    transfer_id: TransferId
     start_token: int
     end_token: int
     pages: tuple[PageId, ...]
@@ -67,7 +67,7 @@ class Carried:
     no step writes the units, and nobody else gets them.
     """
 
-    room: Room
+    transfer_id: TransferId
     units: tuple[tuple[PageId, ...], ...]
 
 

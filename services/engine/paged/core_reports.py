@@ -91,7 +91,7 @@ class Reports:
             lent_runs=self.cache.lent_runs,
             reserved_pages=gate.reserved_pages,
             carried=carried.pools(),
-            resume_points=len(carried.points),
+            checkpoints=len(carried.points),
             evicted_points=carried.points.evictions,
             granted_pages=self.pulls.granted_pages,
             tokens_per_step=self.drafts.tokens_per_step,

@@ -27,7 +27,7 @@ from services.engine.paged.take_overs import TakeOvers
 from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import PageId
-from services.values.rank import Room
+from services.values.rank import TransferId
 
 # The first grant may be of any size. Locked pages cannot be evicted for the sequences that run here.
 _MOST_SHARE = 8
@@ -75,10 +75,10 @@ class Pulls:
         self._clock = clock
         self._active = active  # It changes as sequences get pages and end.
         self._hooks = hooks
-        self._granted: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+        self._granted: dict[TransferId, tuple[SequencePages, SequenceCarried]] = {}
         self.taking = TakeOvers(cache, carried, carrying, hooks.gate, clock, active)
         # A source may still write these.
-        self._aside: dict[Room, tuple[SequencePages, SequenceCarried]] = {}
+        self._aside: dict[TransferId, tuple[SequencePages, SequenceCarried]] = {}
         self._lacking: list[sequence.Sequence] = []
 
     def __repr__(self) -> str:
@@ -98,9 +98,11 @@ class Pulls:
     def granted_pages(self) -> int:
         return sum(len(pages.pages) for pages, _ in self._granted.values())
 
-    def grant(self, room: Room, ids: Sequence[int], salt: str, least_end: int) -> Granted | Refused | None:
+    def grant(
+        self, transfer_id: TransferId, ids: Sequence[int], salt: str, least_end: int
+    ) -> Granted | Refused | None:
         """Lock the whole pages of `ids` that are here; return None if the transfer has its grant already."""
-        if room in self._granted:
+        if transfer_id in self._granted:
             return None
         found = self._cache.look_up(ids, salt)
         held = self._carried.resumable(found.deepest, found.cached_pages * self._cache.page_size)
@@ -114,12 +116,12 @@ class Pulls:
         if carried is None:
             self._cache.close(pages)
             return Refused("busy", held)
-        self._granted[room] = pages, carried
+        self._granted[transfer_id] = pages, carried
         with_draft = self._draft is not None and self._draft.held_tokens(pages.pages) >= held
         return Granted(held, tuple(pages.pages), self._carried.units_of(carried), with_draft)
 
-    def grant_ended(self, room: Room) -> None:
-        if (held := self._granted.pop(room, None)) is None:
+    def grant_ended(self, transfer_id: TransferId) -> None:
+        if (held := self._granted.pop(transfer_id, None)) is None:
             return
         self._cache.close(held[0])
         self._carried.close(held[1])
@@ -204,7 +206,7 @@ class Pulls:
 
     # -- what may be written still --------------------------------------------------------------------
 
-    def set_aside(self, seq: sequence.Sequence, room: Room, end: int) -> None:
+    def set_aside(self, seq: sequence.Sequence, transfer_id: TransferId, end: int) -> None:
         """Keep pages up to `end`, and units, from reuse: a source may still write them for this transfer.
 
         The sequence, which is PULLING, gets other pages before any new one is admitted.
@@ -213,7 +215,7 @@ class Pulls:
         num_pages, kept = len(seq.pages.pages), seq.pages.num_published
         self._cache.shorten(seq.pages, max(kept, end // self._cache.page_size))
         self._carried.quarantine(seq.carried)
-        self._aside[room] = self._cache.set_aside(seq.pages, kept), seq.carried
+        self._aside[transfer_id] = self._cache.set_aside(seq.pages, kept), seq.carried
         seq.carried, seq.lacking_pages = self._carried.hold_nothing(), num_pages - kept
         if seq.only_pulls:
             self.taking.end(seq)
@@ -221,8 +223,8 @@ class Pulls:
             self._lacking.append(seq)
         self._hooks.gate.note_news()
 
-    def end_aside(self, room: Room) -> None:
-        pages, carried = self._aside.pop(room)
+    def end_aside(self, transfer_id: TransferId) -> None:
+        pages, carried = self._aside.pop(transfer_id)
         self._cache.end_quarantine(pages)
         self._carried.end_quarantine(carried)
         self._hooks.gate.note_news()

@@ -19,7 +19,7 @@ admitted again, and computes what was evicted since. In the prefill role no sequ
 transfer may be reading its pages.
 
 ENDED can follow any phase (cancelled, failed). In the prefill role a sequence ends after its first token; its
-pages stay until its transfer has ended (`room_open`).
+pages stay until its transfer has ended (`transfer_open`).
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from services.kv.carried_cache import SequenceCarried
 from services.kv.prefix_cache import SequencePages
 from services.kv.radix_tree import Lookup
 from services.values.errors import InvalidRequest, NoCapacity
-from services.values.rank import PullSource, Room
+from services.values.rank import PullSource, TransferId
 from services.values.request import FinishReason, GenerationRequest
 
 
@@ -63,7 +63,7 @@ class Sequence:
     request: GenerationRequest
     arrival: int  # It is the order of submission, which a retracted sequence keeps.
     receives: bool = False  # Its first admission leads to RECEIVING instead of COMPUTING.
-    room: Room | None = None  # In the prefill role pages are offered to this transfer as they are computed.
+    transfer_id: TransferId | None = None  # In the prefill role it takes pages as they are computed.
     single_token: bool = False  # In the prefill role it ends after the first token.
     ids: list[int] = field(default_factory=list)
     phase: Phase = Phase.NEW
@@ -80,7 +80,7 @@ class Sequence:
     # It has the last common border with each sequence that was computing when this one began to, or later.
     common: "dict[Sequence, int]" = field(default_factory=dict)
     offered: int = 0  # In the prefill role the transfer has been offered the pages of these tokens.
-    room_open: bool = False
+    transfer_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
     began_s: float | None = None  # Its source, or its tier, had finished then.

@@ -183,4 +183,4 @@ def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
 
 
 def _with_pages_to_give(active: Iterable[Sequence]) -> list[Sequence]:
-    return [seq for seq in active if seq.room is None and seq.phase in (*RUNNING, Phase.LANDED)]
+    return [seq for seq in active if seq.transfer_id is None and seq.phase in (*RUNNING, Phase.LANDED)]

@@ -93,7 +93,7 @@ class Active:
 class TicketSent:
     """A decode process has sent prefill the target of a transfer's delta."""
 
-    room: int
+    transfer_id: int
     decode_prefix_len: int
     num_pages: int
 
@@ -102,7 +102,7 @@ class TicketSent:
 class Moved:
     """A prefill process has written a transfer's delta, counted where the writes are posted."""
 
-    room: int
+    transfer_id: int
     num_pages: int
     size_bytes: int  # These are the pages' bytes.
     # These are the bytes of tails, states and the draft's KV, by SGLang's word for them.

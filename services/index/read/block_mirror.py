@@ -172,7 +172,7 @@ class BlockMirror:
                 self.index.add_to_draft(draft, part)
                 await self.give_way(len(part))
             resumable = await self._gather([chunk.resumable for chunk in chunks])
-            points = self.index.resume_points
+            points = self.index.checkpoints
             gone, new = points.changes(life.key, resumable)
             await self._in_slices(life.key, reading, points.remove, gone)
             if self._readings.get(life.key) is reading:

@@ -162,12 +162,12 @@ class PrefixIndex:
     """Each rank has the sequence hashes of its present incarnation, in 20 to 38 bytes a block, however many
     ranks hold it.
 
-    `resume_points` are the checkpoints of ranks that report them; other ranks can continue wherever they hold
+    `checkpoints` are those of ranks that report them; other ranks can continue wherever they hold
     blocks.
     """
 
     def __init__(self) -> None:
-        self.resume_points = ResumableBlocks()
+        self.checkpoints = ResumableBlocks()
         self._holders = BlockHolders()
         self._generations: dict[
             RankKey, Generation
@@ -226,8 +226,8 @@ class PrefixIndex:
 
     def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
         self.take_snapshot(rank, hashes)
-        self.resume_points.remove_rank(rank.key)
-        self.resume_points.add(rank.key, resumable)
+        self.checkpoints.remove_rank(rank.key)
+        self.checkpoints.add(rank.key, resumable)
 
     # -- changes ---------------------------------------------------------------------------------------
 
@@ -245,9 +245,9 @@ class PrefixIndex:
             return False
         self._wait(key, removed, is_added=False)
         self._wait(key, added, is_added=True)
-        self.resume_points.remove(key, removed)
-        self.resume_points.remove(key, resumable_removed)
-        self.resume_points.add(key, resumable_added)
+        self.checkpoints.remove(key, removed)
+        self.checkpoints.remove(key, resumable_removed)
+        self.checkpoints.add(key, resumable_added)
         return True
 
     def _wait(self, key: RankKey, hashes: Collection[int], is_added: bool) -> None:
@@ -271,7 +271,7 @@ class PrefixIndex:
             )
 
     def remove_rank(self, key: RankKey) -> None:
-        self.resume_points.remove_rank(key)
+        self.checkpoints.remove_rank(key)
         self._generations.pop(key, None)
         self._give_column(key)
 
@@ -294,7 +294,7 @@ class PrefixIndex:
         before, beyond = self.num_blocks(key), hashes[present_depth:]
         self._wait(key, beyond, is_added=False)
         self.take_in()
-        self.resume_points.remove(key, beyond)
+        self.checkpoints.remove(key, beyond)
         return before - self.num_blocks(key)
 
     # -- look-ups --------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""This room decides where a request goes."""
+"""This package decides where a request goes."""

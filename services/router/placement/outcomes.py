@@ -178,7 +178,7 @@ class Outcomes:
         if tolerated < expected and self._progress(rank) == believed.progress:
             blocks, present_depth = hashes[: believed.blocks], delivered_tokens // self._block
             if believed.resuming:  # It has said nothing about what it holds beyond them.
-                self._index.resume_points.remove(rank, blocks[present_depth:])
+                self._index.checkpoints.remove(rank, blocks[present_depth:])
             else:
                 self._index.correct(rank, blocks, present_depth)
 

@@ -111,7 +111,7 @@ class Placer:
         self._note_layout()
         ranks = (*decodes, *prefills)
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
-        telling = frozenset(rank.id.key for rank in ranks if rank.tells_resume_points)
+        telling = frozenset(rank.id.key for rank in ranks if rank.reports_checkpoints)
         self._hits.telling = self.outcomes.telling = telling
         self.outcomes.lending = self._sources.set_ranks(ranks if self._settings.pulls else ())
 
@@ -312,7 +312,7 @@ class Placer:
 
         `least` is the first rank in the order that may serve.
         """
-        for found in (snapshot.guessed().resumable(), self._index.resume_points.along(snapshot.asked.hashes)):
+        for found in (snapshot.guessed().resumable(), self._index.checkpoints.along(snapshot.asked.hashes)):
             taken, seen = None, set[RankKey]()
             for _, ranks in islice(found, _DEEPEST):
                 # Ranks seen before need no second look: the first of them was chosen, or none may serve.

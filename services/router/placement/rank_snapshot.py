@@ -202,7 +202,7 @@ class Hits:
         asked, balance, block = snapshot.asked, self._balance, self._block
         furthest = asked.most_reused // block
         most = {key: min(blocks, furthest) for key, blocks in telling.items()}
-        matched = self._index.resume_points.deepest(asked.hashes, most)
+        matched = self._index.checkpoints.deepest(asked.hashes, most)
         guessed = deepest(snapshot.guessed().resumable(), dict.fromkeys(telling, furthest))
         resumed = {}
         for key in telling:

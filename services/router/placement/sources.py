@@ -132,8 +132,8 @@ class PullSources:
     def _holders(self, found: Sequence[Found], snapshot: RankSnapshot, there: Guessed) -> Iterable[Holder]:
         asked, balance, now, block = snapshot.asked, self._balance, self._balance.clock(), self._block
         held, furthest = snapshot.held(), asked.most_reused // block
-        telling = {key: min(blocks, furthest) for key, rank, blocks in found if rank.tells_resume_points}
-        points = self._index.resume_points.deepest(asked.hashes, telling) if telling else {}
+        telling = {key: min(blocks, furthest) for key, rank, blocks in found if rank.reports_checkpoints}
+        points = self._index.checkpoints.deepest(asked.hashes, telling) if telling else {}
         untold = resumable_depths(there.resumable(), telling) if telling else {}
         for key, rank, _ in found:
             if key in telling:

@@ -1,7 +1,7 @@
 """The receiving side of the handshake has one stream per incarnation of a sending rank, opened on demand.
 
     link(address) --> connect, Hello, their Hello, checked --> SenderLink
-        send_ticket --> RoomWatch (room_watch.py) <-- Status, AbortAck <-- the stream's reader
+        send_ticket --> TransferWatch (transfer_watch.py) <-- Status, AbortAck <-- the stream's reader
     the stream ends --> every watch of it is lost; while anybody waits for such a writer's end, the
                         endpoint is tried again and again: the same incarnation acknowledges an abort,
                         another incarnation proves that the first is dead
@@ -20,11 +20,11 @@ import grpc
 
 from services.net import channels, grpc_errors
 from services.transfer.hello import Hello, check_hello, read_hello
-from services.transfer.receiving.room_watch import Landed, Renegotiated, RoomWatch
+from services.transfer.receiving.transfer_watch import Landed, Renegotiated, TransferWatch
 from services.transfer.waits import within
 from services.values.errors import IsthmusError, PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import KvLayout, KvTicket, PoolMemory, PullGrant, PullRequest
-from services.values.rank import RankAddress, RankId, Room
+from services.values.rank import RankAddress, RankId, TransferId
 from services.wire import convert
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 
@@ -70,7 +70,7 @@ class SenderConnections:
         self._retired: set[SenderLink] = set()
         self._connecting: dict[RankAddress, asyncio.Task[SenderLink]] = {}
         # These watches have lost their streams, and somebody waits for their writers' end.
-        self._orphans: dict[RankAddress, set[RoomWatch]] = {}
+        self._orphans: dict[RankAddress, set[TransferWatch]] = {}
         self._seekers: dict[RankAddress, asyncio.Task[None]] = {}
         self._closed = False
 
@@ -162,7 +162,7 @@ class SenderConnections:
                 for watch in self._orphans.pop(writer):
                     watch.on_writer_dead()
 
-    def _seek(self, watch: RoomWatch) -> None:
+    def _seek(self, watch: TransferWatch) -> None:
         if self._closed:
             return
         self._orphans.setdefault(watch.writer, set()).add(watch)
@@ -200,7 +200,7 @@ class SenderLink:
         stamp_s: float,
         received_s: float,
         clock: Callable[[], float],
-        seek: Callable[[RoomWatch], None],
+        seek: Callable[[TransferWatch], None],
     ) -> None:
         self.address = address
         self.layout = layout  # This is the part that both sides have.
@@ -209,14 +209,16 @@ class SenderLink:
         self._received_s = received_s  # and this was ours, a little later, when that came.
         self._clock = clock
         self._seek = seek
-        self._watches: dict[Room, RoomWatch] = {}
-        self._asked: dict[Room, asyncio.Future[PullGrant]] = {}  # No ticket and no `end_grant` has followed.
+        self._watches: dict[TransferId, TransferWatch] = {}
+        self._asked: dict[
+            TransferId, asyncio.Future[PullGrant]
+        ] = {}  # No ticket and no `end_grant` has followed.
         self._closing_when_idle = False
         self.alive = True
         self._reader = asyncio.create_task(self._read(), name=f"handshake-{address.id}")
 
     def __repr__(self) -> str:
-        return f"SenderLink({self.address.id} alive={self.alive} rooms={len(self._watches)})"
+        return f"SenderLink({self.address.id} alive={self.alive} transfers={len(self._watches)})"
 
     @property
     def usable(self) -> bool:
@@ -234,7 +236,7 @@ class SenderLink:
     def lease_end_s(self, write_until_s: float) -> float:
         return self._received_s + (write_until_s - self._stamp_s)
 
-    def send_ticket(self, ticket: KvTicket) -> RoomWatch:
+    def send_ticket(self, ticket: KvTicket) -> TransferWatch:
         """Send a ticket and return its watch.
 
         Raises:
@@ -242,9 +244,11 @@ class SenderLink:
         """
         if not self.alive:
             raise PeerFailed(f"the handshake stream to {self.address.id} was lost")
-        watch = RoomWatch(ticket.room, self.address, self, ticket.write_until_s, self._clock, self._seek)
-        self._watches[ticket.room] = watch
-        self._asked.pop(ticket.room, None)
+        watch = TransferWatch(
+            ticket.transfer_id, self.address, self, ticket.write_until_s, self._clock, self._seek
+        )
+        self._watches[ticket.transfer_id] = watch
+        self._asked.pop(ticket.transfer_id, None)
         self._stream.send(_Message(ticket=convert.ticket_to_proto(ticket)))
         return watch
 
@@ -260,26 +264,28 @@ class SenderLink:
         if not self.alive:
             raise PullRefused("gone", None)
         answer: asyncio.Future[PullGrant] = asyncio.get_running_loop().create_future()
-        self._asked[request.room] = answer
+        self._asked[request.transfer_id] = answer
         self._stream.send(_Message(pull_request=convert.pull_request_to_proto(request)))
         return answer
 
-    def end_grant(self, room: Room) -> None:
-        if (answer := self._asked.pop(room, None)) is not None:
+    def end_grant(self, transfer_id: TransferId) -> None:
+        if (answer := self._asked.pop(transfer_id, None)) is not None:
             answer.cancel()
         if self.alive:
-            self.send_abort(room)
+            self.send_abort(transfer_id)
         self._half_close_if_idle()
 
-    def send_renewal(self, room: Room, write_until_s: float) -> None:
-        self._stream.send(_Message(renew=handshake_pb2.RenewLease(room=room, write_until_s=write_until_s)))
+    def send_renewal(self, transfer_id: TransferId, write_until_s: float) -> None:
+        self._stream.send(
+            _Message(renew=handshake_pb2.RenewLease(room=transfer_id, write_until_s=write_until_s))
+        )
 
-    def send_abort(self, room: Room) -> None:
-        self._stream.send(_Message(abort=handshake_pb2.Abort(room=room)))
+    def send_abort(self, transfer_id: TransferId) -> None:
+        self._stream.send(_Message(abort=handshake_pb2.Abort(room=transfer_id)))
 
-    def adopt(self, watches: set[RoomWatch]) -> None:
+    def adopt(self, watches: set[TransferWatch]) -> None:
         for watch in watches:
-            self._watches[watch.room] = watch
+            self._watches[watch.transfer_id] = watch
             watch.on_linked(self)
 
     def close_when_idle(self) -> None:
@@ -304,8 +310,8 @@ class SenderLink:
             watches, self._watches = self._watches, {}
             for watch in watches.values():
                 watch.on_lost()
-            for room in list(self._asked):
-                self._refused(room, "gone", None)
+            for transfer_id in list(self._asked):
+                self._refused(transfer_id, "gone", None)
             await self._stream.close()
 
     def _take(self, message: _Message) -> None:
@@ -318,7 +324,7 @@ class SenderLink:
                     ended("the transfer was aborted")
             case "pull_grant":
                 grant = convert.pull_grant_from_proto(message.pull_grant)
-                if (answer := self._asked.get(grant.room)) is not None and not answer.done():
+                if (answer := self._asked.get(grant.transfer_id)) is not None and not answer.done():
                     answer.set_result(grant)
             case other:
                 log.warning("kv_unexpected_message prefill=%s message=%s", self.address.id, other)
@@ -327,7 +333,7 @@ class SenderLink:
         if status.state == _State.STATE_ACCEPTED:
             return
         if status.room in self._asked:
-            self._refused(Room(status.room), status.reason, status.held_tokens)
+            self._refused(TransferId(status.room), status.reason, status.held_tokens)
             return
         if (watch := self._last_word(status.room)) is not None:
             if status.state == _State.STATE_LANDED:
@@ -341,14 +347,14 @@ class SenderLink:
                 ended = watch.on_unsettled if status.unsettled else watch.on_last_word
                 ended(f"{self.address.id}: the transfer {how}: {status.reason}")
 
-    def _refused(self, room: Room, word: str, held_tokens: int | None) -> None:
-        answer = self._asked.pop(room)
+    def _refused(self, transfer_id: TransferId, word: str, held_tokens: int | None) -> None:
+        answer = self._asked.pop(transfer_id)
         if not answer.done():
             answer.set_exception(PullRefused(word, held_tokens))
         self._half_close_if_idle()
 
-    def _last_word(self, room: int) -> RoomWatch | None:
-        watch = self._watches.pop(Room(room), None)
+    def _last_word(self, transfer_id: int) -> TransferWatch | None:
+        watch = self._watches.pop(TransferId(transfer_id), None)
         self._half_close_if_idle()
         return watch
 

@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from services.transfer.hello import check_hello, read_hello
-from services.transfer.sending.room import Send
 from services.transfer.sending.sender import KvSender
+from services.transfer.sending.sending_transfer import Send
 from services.values.errors import ProtocolError, Unavailable
 from services.values.kv import PullRequest
-from services.values.rank import RankId, Room
+from services.values.rank import RankId, TransferId
 from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
@@ -110,9 +110,9 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
                     self._pass_ticket(link_id, message.ticket)
                 case "renew":
                     until_s = finite("renew.write_until_s", message.renew.write_until_s)
-                    self._sender.renew(link_id, Room(message.renew.room), until_s)
+                    self._sender.renew(link_id, TransferId(message.renew.room), until_s)
                 case "abort":
-                    self._sender.abort(link_id, Room(message.abort.room))
+                    self._sender.abort(link_id, TransferId(message.abort.room))
                 case "pull_request":
                     self._pass_pull(link_id, peer, message.pull_request)
                 case other:
@@ -122,7 +122,7 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
         try:
             ticket = convert.ticket_from_proto(pb)
         except ProtocolError as error:
-            self._sender.refuse(link_id, Room(pb.room), str(error))
+            self._sender.refuse(link_id, TransferId(pb.room), str(error))
         else:
             self._sender.ticket(link_id, ticket)
 
@@ -131,10 +131,10 @@ class HandshakeService(handshake_pb2_grpc.HandshakeServicer):
             request = convert.pull_request_from_proto(pb)
         except ProtocolError as error:
             log.warning("kv_pull_unreadable puller=%s reason=%r", puller, str(error))
-            self._sender.refuse_pull(link_id, Room(pb.room), "failed")
+            self._sender.refuse_pull(link_id, TransferId(pb.room), "failed")
             return
         if self._lend is None:
-            self._sender.refuse_pull(link_id, request.room, "gone")
+            self._sender.refuse_pull(link_id, request.transfer_id, "gone")
         else:
             self._lend(link_id, puller, request)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from services.transfer.sending.delta_write import DeltaWrite
-from services.transfer.sending.room import Link, SendingRoom
+from services.transfer.sending.sending_transfer import Link, SendingTransfer
 from services.transfer.transport import PeerName, Transport
 from services.values.errors import PeerFailed
 from services.values.rank import RankId
@@ -81,7 +81,7 @@ class TransportBroken(Exception):
 
 
 class Peers:
-    """These are the peers of one RoomTable, which owns `links`. All calls come from its thread."""
+    """These are the peers of one TransferTable, which owns `links`. All calls come from its thread."""
 
     def __init__(self, transport: Transport, links: Mapping[int, Link], clock: Callable[[], float]) -> None:
         self._transport = transport
@@ -153,9 +153,13 @@ class Peers:
     def let_go_of_stuck(self) -> None:
         self._stuck = []
 
-    def drop_unused(self, peer: PeerName, rooms: Iterable[SendingRoom]) -> None:
+    def drop_unused(self, peer: PeerName, transfers: Iterable[SendingTransfer]) -> None:
         in_use = any(link.peer == peer for link in self._links.values())
-        if in_use or any(room.peer == peer for room in rooms) or any(peer == name for name, _ in self._stuck):
+        if (
+            in_use
+            or any(transfer.peer == peer for transfer in transfers)
+            or any(peer == name for name, _ in self._stuck)
+        ):
             return
         self._doubted.discard(peer)
         self._late.discard(peer)

@@ -2,7 +2,7 @@
 
     start() --> thread: open the transport, register the pools
         handshake server --hello, ticket, renew, abort, link_lost--+
-        engine's loop --open, cancel, fail-------------------------+--> queue --> RoomTable --> Transport
+        engine's loop --open, cancel, fail-------------------------+--> queue --> TransferTable --> Transport
         engine's thread --pages, carried ready---------------------+                  |
                                                                                       |
         on_failed, on_end, link.send(Status | AbortAck) <--- from the sender's thread +
@@ -23,17 +23,17 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from services.kv.page_digest import ReadPages
-from services.process.turn_watch import TurnWatch, stack_of
+from services.process.iteration_watch import IterationWatch, stack_of
 from services.transfer.hello import Hello
-from services.transfer.sending.room import Outcome, Request, RoomEnd, Send
-from services.transfer.sending.rooms import RoomTable
+from services.transfer.sending.sending_transfer import Outcome, Request, Send, TransferEnd
+from services.transfer.sending.transfers import TransferTable
 from services.transfer.transport import Transport
 from services.values.kv import KvLayout, KvPath, KvTicket, PageId, PoolMemory, PullGrant
-from services.values.rank import RankId, Room
+from services.values.rank import RankId, TransferId
 
 log = logging.getLogger(__name__)
 
-Command = Callable[[RoomTable], None]
+Command = Callable[[TransferTable], None]
 
 _SPINS = 50  # So many idle polls follow each other without a pause: about the time of a small write.
 _MIN_PAUSE_S = 50e-6
@@ -59,7 +59,7 @@ class KvSender:
         heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
-        """`memories` are as in `Hello.of`, and `heard_s` is as for RoomTable; any thread may call it.
+        """`memories` are as in `Hello.of`, and `heard_s` is as for TransferTable; any thread may call it.
 
         A post may take `max_post_s`, or longer while other writes to its decode rank land. `on_crash` is
         called from the thread if a bug ends it, or on TransportBroken: nothing can be sent any more.
@@ -75,7 +75,7 @@ class KvSender:
         self._read_pages = read_pages
         self._on_crash = on_crash
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self.watch = TurnWatch()
+        self.watch = IterationWatch()
         self._gone = threading.Event()  # The thread has ended, or was given up.
         self._abandoned = False
         self._accepting = threading.Lock()  # It guards `_stopped` and the queue's last command.
@@ -85,11 +85,11 @@ class KvSender:
         self._start_error: BaseException | None = None
         self._hello: Hello | None = None
         self._transport: Transport | None = None
-        self._rooms: RoomTable | None = None
+        self._transfers: TransferTable | None = None
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
 
     def __repr__(self) -> str:
-        return f"KvSender({self._own_id} {self._rooms!r})"
+        return f"KvSender({self._own_id} {self._transfers!r})"
 
     def start(self) -> None:
         """Start the thread, and return once the pools are registered.
@@ -139,8 +139,8 @@ class KvSender:
         return self._table.descriptors_total
 
     @property
-    def open_rooms(self) -> int:
-        return self._table.open_rooms
+    def open_transfers(self) -> int:
+        return self._table.open_transfers
 
     @property
     def writes_in_flight(self) -> int:
@@ -150,36 +150,36 @@ class KvSender:
 
     def hello(self, link_id: int, peer: Hello, send: Send) -> None:
         """Note that a link stands. The sender's thread calls `send`, which must not raise."""
-        self._post(lambda rooms: rooms.link_up(link_id, peer, send))
+        self._post(lambda transfers: transfers.link_up(link_id, peer, send))
 
     def ticket(self, link_id: int, ticket: KvTicket) -> None:
-        self._post(lambda rooms: rooms.ticket(link_id, ticket))
+        self._post(lambda transfers: transfers.ticket(link_id, ticket))
 
-    def refuse(self, link_id: int, room: Room, reason: str) -> None:
-        self._post(lambda rooms: rooms.refuse(link_id, room, reason))
+    def refuse(self, link_id: int, transfer_id: TransferId, reason: str) -> None:
+        self._post(lambda transfers: transfers.refuse(link_id, transfer_id, reason))
 
-    def renew(self, link_id: int, room: Room, write_until_s: float) -> None:
-        self._post(lambda rooms: rooms.renew(link_id, room, write_until_s))
+    def renew(self, link_id: int, transfer_id: TransferId, write_until_s: float) -> None:
+        self._post(lambda transfers: transfers.renew(link_id, transfer_id, write_until_s))
 
-    def abort(self, link_id: int, room: Room) -> None:
-        self._post(lambda rooms: rooms.abort(link_id, room))
+    def abort(self, link_id: int, transfer_id: TransferId) -> None:
+        self._post(lambda transfers: transfers.abort(link_id, transfer_id))
 
     def link_lost(self, link_id: int) -> None:
-        self._post(lambda rooms: rooms.link_lost(link_id))
+        self._post(lambda transfers: transfers.link_lost(link_id))
 
-    def refuse_pull(self, link_id: int, room: Room, word: str, held_tokens: int = 0) -> None:
-        self._post(lambda rooms: rooms.refuse_pull(link_id, room, word, held_tokens))
+    def refuse_pull(self, link_id: int, transfer_id: TransferId, word: str, held_tokens: int = 0) -> None:
+        self._post(lambda transfers: transfers.refuse_pull(link_id, transfer_id, word, held_tokens))
 
     # -- from the engine --------------------------------------------------------------------------------
 
-    def open_room(
+    def open_transfer(
         self,
-        room: Room,
+        transfer_id: TransferId,
         prompt_len: int,
         decode: RankId,
-        on_end: Callable[[RoomEnd], None],
+        on_end: Callable[[TransferEnd], None],
         ticket_timeout_s: float = 30.0,
-        on_failed: Callable[[RoomEnd], None] = lambda end: None,
+        on_failed: Callable[[TransferEnd], None] = lambda end: None,
         *,
         with_draft: bool = True,
     ) -> None:
@@ -190,43 +190,45 @@ class KvSender:
         """
         deadline_s = self.clock() + ticket_timeout_s
         request = Request(prompt_len, decode, on_end, deadline_s, on_failed, with_draft)
-        if not self._post(lambda rooms: rooms.open_room(room, request)):
-            on_end(RoomEnd(Outcome.FAILED, "the rank's sender has stopped"))
+        if not self._post(lambda transfers: transfers.open_transfer(transfer_id, request)):
+            on_end(TransferEnd(Outcome.FAILED, "the rank's sender has stopped"))
 
-    def pages_ready(self, room: Room, start_token: int, end_token: int, pages: Sequence[PageId]) -> None:
+    def pages_ready(
+        self, transfer_id: TransferId, start_token: int, end_token: int, pages: Sequence[PageId]
+    ) -> None:
         """Note that the KV of [start_token, end_token) is final and in `pages`, in token order.
 
         A transfer's first call starts at 0, and each next one where the last ended. Only the prompt's last
         page may be partly filled.
         """
-        self._post(lambda rooms: rooms.pages_ready(room, start_token, end_token, pages))
+        self._post(lambda transfers: transfers.pages_ready(transfer_id, start_token, end_token, pages))
 
-    def carried_ready(self, room: Room, units: Sequence[Sequence[PageId]]) -> None:
+    def carried_ready(self, transfer_id: TransferId, units: Sequence[Sequence[PageId]]) -> None:
         """Note that the per-request state at the prompt's end is final and in `units`.
 
         These are by group beside full attention, in the layout's order, each group's in token order. This is
         called once, after the last `pages_ready`, if the layout has per-request state.
         """
-        self._post(lambda rooms: rooms.carried_ready(room, units))
+        self._post(lambda transfers: transfers.carried_ready(transfer_id, units))
 
     def grant(self, link_id: int, grant: PullGrant) -> None:
         """Send the grant to the puller, once all pages of the transfer are ready."""
-        self._post(lambda rooms: rooms.grant(link_id, grant))
+        self._post(lambda transfers: transfers.grant(link_id, grant))
 
-    def cancel_room(self, room: Room) -> None:
+    def cancel_transfer(self, transfer_id: TransferId) -> None:
         """Note that the Prefill call was cancelled. on_end is still called, after the posted writes' end."""
-        self._post(lambda rooms: rooms.cancel_room(room))
+        self._post(lambda transfers: transfers.cancel_transfer(transfer_id))
 
-    def fail_room(self, room: Room, reason: str) -> None:
+    def fail_transfer(self, transfer_id: TransferId, reason: str) -> None:
         """Note that the Prefill call failed; decode gets `reason`. on_end is called as after a cancel."""
-        self._post(lambda rooms: rooms.fail_room(room, reason))
+        self._post(lambda transfers: transfers.fail_transfer(transfer_id, reason))
 
     # -- the thread -------------------------------------------------------------------------------------
 
     @property
-    def _table(self) -> RoomTable:
-        assert self._rooms is not None, "the sender has not been started"
-        return self._rooms
+    def _table(self) -> TransferTable:
+        assert self._transfers is not None, "the sender has not been started"
+        return self._transfers
 
     def _post(self, command: Command) -> bool:
         """Return False, with the command dropped, if the thread has ended or not begun."""
@@ -235,7 +237,7 @@ class KvSender:
                 self._inbox.put(command)
             return not self._stopped
 
-    def _stop(self, rooms: RoomTable) -> None:
+    def _stop(self, transfers: TransferTable) -> None:
         self._stopping = True
 
     def _run(self) -> None:
@@ -244,7 +246,7 @@ class KvSender:
             transport.register(self._memories, self._layout.unit_bytes)
             self._hello = self._make_hello(transport)
             self._transport = transport
-            self._rooms = RoomTable(
+            self._transfers = TransferTable(
                 transport,
                 self._layout,
                 self._own_id,
@@ -261,46 +263,46 @@ class KvSender:
             return
         finally:
             self._started.set()
-        self._live(self._rooms, transport)
+        self._live(self._transfers, transport)
         self.watch.rests()
         self._gone.set()
 
-    def _live(self, rooms: RoomTable, transport: Transport) -> None:
+    def _live(self, transfers: TransferTable, transport: Transport) -> None:
         try:
-            self._serve(rooms)
+            self._serve(transfers)
         except Exception as error:
             log.exception("kv_sender_died rank=%s", self._own_id)
             self._on_crash(error)
         finally:
             self.watch.begins()
-            self._end(rooms, transport)
+            self._end(transfers, transport)
 
     def _make_hello(self, transport: Transport) -> Hello:
         return Hello.of(self._own_id, self._layout, self._memories, transport.name, transport.metadata())
 
-    def _serve(self, rooms: RoomTable) -> None:
+    def _serve(self, transfers: TransferTable) -> None:
         idle_turns = 0
         while not self._stopping:
-            self._apply(rooms, self._pause_s(rooms, idle_turns))
+            self._apply(transfers, self._pause_s(transfers, idle_turns))
             self.watch.begins()
-            idle_turns = 0 if rooms.turn(self.watch.begins) else idle_turns + 1
+            idle_turns = 0 if transfers.turn(self.watch.begins) else idle_turns + 1
 
-    def _pause_s(self, rooms: RoomTable, idle_turns: int) -> float | None:
+    def _pause_s(self, transfers: TransferTable, idle_turns: int) -> float | None:
         if idle_turns == 0:
             return 0.0
-        if rooms.writes_in_flight:
+        if transfers.writes_in_flight:
             late = idle_turns - _SPINS
             return 0.0 if late < 0 else min(_MAX_PAUSE_S, _MIN_PAUSE_S * 2.0 ** min(late, 16))
-        deadline_s = rooms.next_deadline_s()
+        deadline_s = transfers.next_deadline_s()
         # A deadline that has passed waits until all messages that came in time were read.
         return None if deadline_s is None else max(_LATE_PAUSE_S, deadline_s - self.clock())
 
-    def _apply(self, rooms: RoomTable, wait_s: float | None) -> None:
+    def _apply(self, transfers: TransferTable, wait_s: float | None) -> None:
         try:
             command = self._next(wait_s)
             while True:
                 self.watch.begins()
-                command(rooms)
+                command(transfers)
                 if self._stopping:  # `_drain` applies the others.
                     return
                 command = self._inbox.get_nowait()
@@ -311,17 +313,17 @@ class KvSender:
         self.watch.rests()
         return self._inbox.get(timeout=wait_s)
 
-    def _end(self, rooms: RoomTable, transport: Transport) -> None:
+    def _end(self, transfers: TransferTable, transport: Transport) -> None:
         """Call every on_end, even if the error that ended the thread happens again here."""
         try:
-            self._drain(rooms)
-            rooms.fail_all("the rank is stopping")
-            self._await_writes(rooms)
+            self._drain(transfers)
+            transfers.fail_all("the rank is stopping")
+            self._await_writes(transfers)
         except Exception:
             log.exception("kv_sender_end_failed rank=%s", self._own_id)
         finally:
             self._close(transport)
-            rooms.give_up_all()
+            transfers.give_up_all()
 
     def _close(self, transport: Transport) -> None:
         try:
@@ -329,17 +331,17 @@ class KvSender:
         except Exception:  # Closing may fail with writes in flight.
             log.exception("kv_transport_close_failed rank=%s", self._own_id)
 
-    def _await_writes(self, rooms: RoomTable) -> None:
+    def _await_writes(self, transfers: TransferTable) -> None:
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S
-        while rooms.open_rooms and time.monotonic() < deadline_s:
-            rooms.turn()
+        while transfers.open_transfers and time.monotonic() < deadline_s:
+            transfers.turn()
             time.sleep(_MAX_PAUSE_S)
-        if rooms.writes_in_flight:
-            log.warning("kv_writes_left rank=%s writes=%d", self._own_id, rooms.writes_in_flight)
+        if transfers.writes_in_flight:
+            log.warning("kv_writes_left rank=%s writes=%d", self._own_id, transfers.writes_in_flight)
 
-    def _drain(self, rooms: RoomTable) -> None:
+    def _drain(self, transfers: TransferTable) -> None:
         with self._accepting:
             self._stopped = True
         # The commands that were accepted are applied, so that no on_end is forgotten.
         while not self._inbox.empty():
-            self._inbox.get()(rooms)
+            self._inbox.get()(transfers)

@@ -1,4 +1,4 @@
-"""Replays tell what decode has of a prompt, and what is lost where few resume points are kept."""
+"""Replays tell what decode has of a prompt, and what is lost where few checkpoints are kept."""
 
 import pytest
 
@@ -13,7 +13,7 @@ PAGE_SIZE = 16
 MODELS = [fake_hybrid(100), fake_windowed(48, PAGE_SIZE)]
 
 
-def test_few_resume_points_cost_computing_and_one_for_each_that_comes_back_nearly_none():
+def test_few_checkpoints_cost_computing_and_one_for_each_that_comes_back_nearly_none():
     workload = mixed(1)
     rows = computed_rows(MODELS[0], workload, pages_for(workload, 64), 64, seed=1)
     computed = [row["computed_tokens"] for row in rows]

@@ -152,16 +152,16 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(subtests, tmp_path_factor
 
 
 def test_what_is_beside_the_pages(subtests, tmp_path_factory, capsys):
-    # A slot for each of 4 sequences that run on a rank, and for each resume point.
+    # A slot for each of 4 sequences that run on a rank, and for each checkpoint.
     with subtests.test("states are reckoned beside the pages"):
         tmp_path = tmp_path_factory.mktemp("case")
         (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
-        flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--resume-points=20", "--pool-gib=4")
+        flags = ("--conversations=64", "--concurrency=8", "--ranks=2", "--checkpoints=20", "--pool-gib=4")
         lines = lines_of(capsys, tmp_path, *flags)
         assert lines[0] == "KV per token       20.0 KiB: 10 layers, 2 KV heads of 256, bfloat16"
         assert lines[3:6] == [
             "a state            61.9 MiB: 30 recurrent layers",
-            "its pool           --state-slots=24 on each decode rank: 1.5 GiB (4 running, 20 resume points)",
+            "its pool           --state-slots=24 on each decode rank: 1.5 GiB (4 running, 20 checkpoints)",
             "64 conversations   --kv-pages=2048 on each decode rank: 2.5 GiB",
         ]
         pages = (4 * 2**30 - 24 * 30 * (8192 * 4 * 2 + 2**21)) // (64 * 20 * 1024)
@@ -173,15 +173,14 @@ def test_what_is_beside_the_pages(subtests, tmp_path_factory, capsys):
         lines = lines_of(capsys, tmp_path, "--resume-points=10")
         assert lines[3:5] == [
             "a tail             up to 6.8 MiB: 18 layers, 8 KV heads of 64, the last 128 tokens",
-            "its pool           --window-pages=41 on each decode rank: 92.2 MiB "
-            "(1 running, 10 resume points)",
+            "its pool           --window-pages=41 on each decode rank: 92.2 MiB (1 running, 10 checkpoints)",
         ]
         assert lines[-1] == "SGLang keeps windows whole unless told otherwise: 72.0 KiB a token, and no tails"
     with subtests.test("what is beside the pages must fit too"):
         tmp_path = tmp_path_factory.mktemp("case")
         (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_35B_A3B))
         flags = [f"--model={tmp_path}", "--weights-gib=10", "--kv-pages=1", "--reserve-gib=0"]
-        assert run([*flags, "--resume-points=99", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
+        assert run([*flags, "--checkpoints=99", "--gpu-gib=16.1"]) == 0  # 100 slots are 6.04 GiB
         assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
         assert run([*flags, "--resume-points=99", "--gpu-gib=16"]) == 1
         assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")

@@ -157,9 +157,7 @@ async def test_a_rank_that_caches_nothing_computes_it_for_each(etcd_endpoint, mo
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["remote", pytest.param("local", marks=pytest.mark.slow)])
-async def test_with_states_they_go_on_from_the_last_resume_point(
-    etcd_endpoint, model_dir, cluster_name, plan
-):
+async def test_with_states_they_go_on_from_the_last_checkpoint(etcd_endpoint, model_dir, cluster_name, plan):
     carried = "state,window:6"
     shape = {**SHAPE, "plans": (plan,), "fake_carried": carried}
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:

@@ -22,7 +22,7 @@ from services.decode.prefill_leg import PrefillLeg
 from services.engine.fake import continuation
 from services.engine.paged.admitting import OutputEstimate
 from services.engine.paged.sequence import Phase
-from services.kv.handshake import RoomState
+from services.kv.handshake import TransferState
 from services.router.text.prompt import PromptEncoder
 from services.transfer.local import _LandedWrite
 
@@ -92,7 +92,11 @@ async def connecting_to_prefill(cluster, ranks, patch):
 
 async def ticket_taken_and_no_call_yet(cluster, ranks, patch):
     noting(patch, PrefillLeg, "__call__")
-    return Stage(lambda: any(room.state is RoomState.TICKETED for room in ranks.rooms._rooms.values()))
+    return Stage(
+        lambda: any(
+            transfer.state is TransferState.TICKETED for transfer in ranks.transfers._transfers.values()
+        )
+    )
 
 
 async def queued_at_prefill(cluster, ranks, patch):
@@ -111,9 +115,9 @@ async def in_the_middle_of_a_write(cluster, ranks, patch):
     patch.setattr(_LandedWrite, "poll", lambda write: bool(landed))
 
     async def pages_are_set_aside():
-        held = {"awaited writers", "rooms", "watches"}
+        held = {"awaited writers", "transfers", "watches"}
         await until(lambda: ranks.left().keys() == held, "only the write is awaited")
-        assert ranks.rooms.writes_in_flight
+        assert ranks.transfers.writes_in_flight
         await until(lambda: ranks.decode.load().books.quarantined, "its pages are in quarantine")
 
     return Stage(

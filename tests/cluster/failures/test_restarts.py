@@ -28,7 +28,7 @@ async def test_lives_that_are_over_leave_nothing_behind(
             before = Ranks(cluster)
             requests = [asyncio.create_task(cluster.generate(prompt, 10)) for prompt in prompts]
             async with asyncio.timeout(30):
-                while not before.rooms.open_rooms:
+                while not before.transfers.open_transfers:
                     await asyncio.sleep(0.001)
             old = await cluster.stop_rank(name)
             port = int(old.address.endpoint.rpartition(":")[2]) if same_port else 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 from cluster.harness import FakeCluster
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
-from services.transfer.sending import rooms
+from services.transfer.sending import transfers
 from services.wire.isthmus.v1 import common_pb2
 
 PROMPT = list(range(30, 71))
@@ -26,13 +26,13 @@ async def test_a_ticket_refused_by_one_prefill_rank_is_honoured_by_the_other(
 async def test_the_only_prefill_rank_is_asked_once_more_after_a_moment(
     etcd_endpoint, model_dir, cluster_name, refusing, monkeypatch
 ):
-    check = rooms.check_ticket  # refuses
+    check = transfers.check_ticket  # refuses
 
     def check_once(ticket, prompt_len, layout, memory, own_generation):
         if not refusing.get(own_generation):
             check(ticket, prompt_len, layout, memory, own_generation)
 
-    monkeypatch.setattr(rooms, "check_ticket", check_once)
+    monkeypatch.setattr(transfers, "check_ticket", check_once)
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
         generation = cluster.ranks["prefill-0/0"].address.id.generation
         refusing[generation] = 0
@@ -76,7 +76,7 @@ async def test_decode_computes_where_no_prefill_rank_will_or_can(
 async def test_a_delta_that_must_start_earlier_costs_no_attempt(
     etcd_endpoint, model_dir, cluster_name, monkeypatch
 ):
-    check_ticket, asked = rooms.check_ticket, []
+    check_ticket, asked = transfers.check_ticket, []
 
     def check(ticket, *facts):
         if ticket.decode_prefix_len > 8:
@@ -86,7 +86,7 @@ async def test_a_delta_that_must_start_earlier_costs_no_attempt(
 
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,)) as cluster:
         await cluster.generate(PROMPT)
-        monkeypatch.setattr(rooms, "check_ticket", check)
+        monkeypatch.setattr(transfers, "check_ticket", check)
         tokens, finish = await cluster.generate([*PROMPT, 1, 2])
         assert tokens == continuation([*PROMPT, 1, 2], 8)
         assert asked == [40]

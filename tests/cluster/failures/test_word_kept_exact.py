@@ -16,7 +16,7 @@ from exactness.reference import count_near_ties, random_prompt, reference_genera
 from services.decode.prefill_leg import PrefillLeg
 from services.kv.ticket import StartsWithinPage
 from services.rank import main as rank
-from services.transfer.sending import rooms
+from services.transfer.sending import transfers
 from services.wire.isthmus.v1 import common_pb2
 
 pytestmark = pytest.mark.long  # test_word_kept.py has the cases on the fake engine
@@ -118,7 +118,7 @@ async def test_a_prefill_rank_that_refuses(etcd_endpoint, cluster_name, refusing
 
 
 async def test_a_delta_that_must_start_earlier(etcd_endpoint, cluster_name, monkeypatch):
-    check_ticket, asked = rooms.check_ticket, []
+    check_ticket, asked = transfers.check_ticket, []
 
     def check(ticket, *facts):
         if ticket.decode_prefix_len > PAGE:
@@ -128,7 +128,7 @@ async def test_a_delta_that_must_start_earlier(etcd_endpoint, cluster_name, monk
 
     async with TorchCluster(etcd_endpoint, cluster_name) as cluster:
         await cluster.has_prefix()
-        monkeypatch.setattr(rooms, "check_ticket", check)
+        monkeypatch.setattr(transfers, "check_ticket", check)
         finish = await cluster.exact([*PROMPT, 5])
         assert (asked, finish.usage.decode_prefix_len) == ([len(PREFIX)], PAGE)
         await cluster.assert_nothing_held()

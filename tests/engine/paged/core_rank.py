@@ -110,7 +110,7 @@ class Rank:
         return self.now
 
     def submit(
-        self, prompt, max_tokens=5, *, receives=False, room=None, scored=None, held=None, **request
+        self, prompt, max_tokens=5, *, receives=False, transfer_id=None, scored=None, held=None, **request
     ) -> Sequence:
         """`scored`: what is asked of its prompt's tokens, of SamplingParams; `held`: as much of it as another
         rank is said to hold."""
@@ -122,9 +122,9 @@ class Rank:
             self._arrivals,
             scores=scores_of(asked),
             receives=receives,
-            room=room,
-            single_token=room is not None,
-            room_open=room is not None,
+            transfer_id=transfer_id,
+            single_token=transfer_id is not None,
+            transfer_open=transfer_id is not None,
             source=None if held is None else PullSource(ELSEWHERE, held),
         )
         self.core.submit(seq)
@@ -146,7 +146,7 @@ class Rank:
                 case Carried():
                     assert seq not in self.carried
                     self.carried[seq] = event
-                    self.check_room(seq)
+                    self.check_transfer(seq)
                 case Token():
                     assert seq not in self.finished
                     assert event.prompt_logprobs is None or seq not in self.tokens
@@ -209,7 +209,7 @@ class Rank:
     def expected(self, prompt, num_tokens) -> list[int]:
         return continuation(prompt, num_tokens, self.groups)
 
-    def check_room(self, seq) -> None:
+    def check_transfer(self, seq) -> None:
         """What a prefill rank has offered of a prompt is what that computes to."""
         prompt, page_size = seq.request.all_ids, self.runner.layout.page_size
         model = FakeModel(prompt, self.groups)

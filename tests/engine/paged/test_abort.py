@@ -70,7 +70,7 @@ async def before_the_ticket(pair):
 async def receiving(pair):
     task, seq = await pair.start(PROMPT)
     await pair.until(lambda: seq.phase is Phase.RECEIVING)
-    await pair.until(lambda: pair.prefill.load().open_rooms)
+    await pair.until(lambda: pair.prefill.load().open_transfers)
     return task, []
 
 
@@ -114,7 +114,7 @@ async def test_an_abort_frees_everything_on_both_ranks(phase, carried):
         await asyncio.gather(*others)
         await pair.assert_nothing_held()
         async with asyncio.timeout(20):
-            while pair.prefill.load().open_rooms:
+            while pair.prefill.load().open_transfers:
                 await asyncio.sleep(0.001)
         right = continuation(PROMPT, 5, parse_carried(carried))
         assert (await pair.generate(PROMPT, 5)).tokens == right

@@ -13,8 +13,8 @@ from services.engine.paged.shell import prefill_engine as prefill_module
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
 from services.transfer.local import LocalTransport
-from services.transfer.sending import rooms
-from services.transfer.sending.room import SendingRoom
+from services.transfer.sending import transfers
+from services.transfer.sending.sending_transfer import SendingTransfer
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan
 from transfer.spoiling_transport import SpoilingTransport
@@ -109,17 +109,17 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
         ([], "264 bytes landed where"),  # as from who knows of no groups
     ]:
         with subtests.test(told=told, sentence=sentence), pytest.MonkeyPatch.context() as monkeypatch:
-            say = SendingRoom._send
+            say = SendingTransfer._send
 
-            def lie(room, message, told=told, say=say):
+            def lie(transfer_id, message, told=told, say=say):
                 if message.status.group_bytes:
                     message.status.group_bytes[:] = told
-                say(room, message)
+                say(transfer_id, message)
 
             async with Pair(HYBRID) as pair:
                 assert moved_bytes(0, len(PROMPT), pair.decode.layout) == (192, 64, 8)
                 with monkeypatch.context() as patch:
-                    patch.setattr(SendingRoom, "_send", lie)
+                    patch.setattr(SendingTransfer, "_send", lie)
                     with pytest.raises(PeerFailed, match=sentence):
                         await pair.generate(PROMPT)
                 await pair.assert_nothing_held()
@@ -130,7 +130,7 @@ async def test_other_bytes_than_are_due_are_a_failed_peer(subtests):
 
 
 async def test_a_ticket_that_is_asked_for_anew_has_its_targets(monkeypatch):
-    check_ticket, tickets = rooms.check_ticket, []
+    check_ticket, tickets = transfers.check_ticket, []
 
     def check(ticket, *facts):
         tickets.append(ticket)
@@ -138,7 +138,7 @@ async def test_a_ticket_that_is_asked_for_anew_has_its_targets(monkeypatch):
             raise StartsWithinPage(8, ticket.decode_prefix_len)
         check_ticket(ticket, *facts)
 
-    monkeypatch.setattr(rooms, "check_ticket", check)
+    monkeypatch.setattr(transfers, "check_ticket", check)
     async with Pair(HYBRID) as pair:
         await pair.generate(PROMPT, 2)
         answer = await pair.generate([*PROMPT, 1, 2, 3], 6)

@@ -9,7 +9,7 @@ from engine.pair import FAKE, Pair
 from services.engine import choose
 from services.engine.fake import continuation
 from services.engine.paged.shell import decode_engine as decode
-from services.transfer.sending.room import SendingRoom
+from services.transfer.sending.sending_transfer import SendingTransfer
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.rank import Plan
 from services.wire import convert
@@ -39,9 +39,9 @@ async def test_every_page_that_moves_is_compared():
 
 async def test_which_pages_are_digested(subtests):
     with subtests.test("the share is kept"), pytest.MonkeyPatch.context() as monkeypatch:
-        rooms = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
+        transfers = iter([0, 2**62 - 1, 2**62, 2**63, 2**64 - 1])
         async with Pair(replace(FAKE, kv_digest_share=0.25, decode_cache="off", prefill_cache="off")) as pair:
-            monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(rooms))
+            monkeypatch.setattr(decode.secrets, "randbits", lambda bits: next(transfers))
             pages = [(await pair.generate(PROMPT)).admitted.digested_pages for _ in range(5)]
         assert pages == [PAGES, PAGES, 0, 0, 0]
 
@@ -91,16 +91,16 @@ async def test_a_page_that_comes_changed(subtests, spoiling, caplog):
 
 
 async def test_digests_of_other_pages_than_the_deltas_are_a_failed_peer(monkeypatch):
-    say = SendingRoom.send_status
+    say = SendingTransfer.send_status
 
-    def say_one_less(room, state):
-        if room.digests is not None:
-            del room.digests.values[-1:]
-        say(room, state)
+    def say_one_less(transfer_id, state):
+        if transfer_id.digests is not None:
+            del transfer_id.digests.values[-1:]
+        say(transfer_id, state)
 
     async with Pair() as pair:
         with monkeypatch.context() as patch:
-            patch.setattr(SendingRoom, "send_status", say_one_less)
+            patch.setattr(SendingTransfer, "send_status", say_one_less)
             with pytest.raises(PeerFailed, match="5 digests of 6 pages"):
                 await pair.generate(PROMPT)
         await pair.assert_nothing_held()

@@ -14,7 +14,7 @@ from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
 from services.transfer.local import LocalTransport
-from services.transfer.receiving.room_watch import RoomWatch
+from services.transfer.receiving.transfer_watch import TransferWatch
 from services.transfer.sending import receivers as failures_module
 from services.transfer.transport import Unsettled
 from services.values.errors import IsthmusError, NoCapacity, PeerFailed, Unavailable
@@ -95,13 +95,13 @@ async def consume(pair, prompt, leg):
 @pytest.fixture
 def last_word(monkeypatch):
     """Set when the decode rank has heard from the handshake that a transfer failed."""
-    heard, on_last_word = asyncio.Event(), RoomWatch.on_last_word
+    heard, on_last_word = asyncio.Event(), TransferWatch.on_last_word
 
     def note(watch, reason):
         on_last_word(watch, reason)
         heard.set()
 
-    monkeypatch.setattr(RoomWatch, "on_last_word", note)
+    monkeypatch.setattr(TransferWatch, "on_last_word", note)
     return heard
 
 

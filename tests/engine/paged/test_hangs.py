@@ -10,7 +10,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of, has_crashed, settled
 from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.shell import tiers
-from services.process.turn_watch import TurnWatch
+from services.process.iteration_watch import IterationWatch
 from services.transfer.local import LocalTransport
 from services.transfer.sending import sender
 from services.values.errors import PeerFailed, Unavailable
@@ -22,7 +22,7 @@ WITHIN_S = 60.0  # a deadline for conditions, never waited out
 
 
 def test_a_turn_is_counted_for_as_long_as_it_is_the_same():
-    watch, counted = TurnWatch(), []
+    watch, counted = IterationWatch(), []
     for happens in ("rests", "", "begins", "", "", "begins", "", "rests", "", "begins", "", ""):
         if happens:
             getattr(watch, happens)()

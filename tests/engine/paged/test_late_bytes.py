@@ -9,7 +9,7 @@ from engine.pair import FAKE, Pair
 from services.engine.fake import continuation
 from services.engine.paged.shell import prefill_engine as prefill_module
 from services.transfer.local import LocalTransport, _LandedWrite
-from services.transfer.sending import rooms as rooms_module
+from services.transfer.sending import transfers as transfers_module
 from services.transfer.transport import Unsettled
 from services.values.errors import PeerFailed
 
@@ -84,7 +84,7 @@ async def test_who_runs_meanwhile_gets_right_tokens_and_the_pages_come_back(late
 
 
 async def test_everything_comes_back_by_itself_on_both_ranks(late, monkeypatch):
-    monkeypatch.setattr(rooms_module, "_UNSETTLED_S", 0.1)
+    monkeypatch.setattr(transfers_module, "_UNSETTLED_S", 0.1)
     async with pair_with(write_lease_s=0.3, fence_margin_s=0.1) as pair:
         with pytest.raises(PeerFailed, match="connection reset"):
             await pair.generate(PROMPT)
@@ -97,11 +97,11 @@ async def test_a_write_that_does_not_end_fails_its_request_and_keeps_its_pages(m
     monkeypatch.setattr(_LandedWrite, "poll", lambda write: False)
     settings = replace(FAKE, write_lease_s=0.3, fence_margin_s=0.1)
     async with Pair(settings) as pair:
-        rooms = pair.prefill.sender._table
-        rooms._max_post_s = 1.0
+        transfers = pair.prefill.sender._table
+        transfers._max_post_s = 1.0
         with pytest.raises(PeerFailed, match="a write has not ended in 1 s"):
             await pair.generate(PROMPT)
-        rooms._max_post_s = 1000.0  # or it would be given up
+        transfers._max_post_s = 1000.0  # or it would be given up
         (quarantine,) = pair.decode._quarantines
         async with asyncio.timeout(20):
             while "kv_abort_unanswered" not in caplog.text:  # lease and margin are over

@@ -18,7 +18,7 @@ from services.net import servers
 from services.prefill.prefill_service import PrefillService
 from services.rank.rank_metrics import PrefillMetrics
 from services.transfer.local import LocalTransport
-from services.transfer.sending.rooms import RoomTable
+from services.transfer.sending.transfers import TransferTable
 from services.values.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
 from services.values.rank import Plan, RankAddress, RankId
 from services.values.request import FinishReason
@@ -203,12 +203,14 @@ async def test_pages_go_out_while_the_loop_stands_still():
     """They go from the engine's thread to the sender's; the loop has no part in it."""
     async with Pair(replace(FAKE, fake_step_s=0.02)) as pair:
         sender, posted = pair.prefill.sender, []
-        open_room, post = sender.open_room, pair.prefill.post
-        sender.open_room = lambda *args, **kwargs: posted.append("open") or open_room(*args, **kwargs)
+        open_transfer, post = sender.open_transfer, pair.prefill.post
+        sender.open_transfer = lambda *args, **kwargs: posted.append("open") or open_transfer(*args, **kwargs)
         pair.prefill.post = lambda command: posted.append(type(command).__name__) or post(command)
         task = asyncio.create_task(pair.generate(range(60), 4))
         async with asyncio.timeout(20):
-            while not any(room.delta is not None for room in sender._rooms._rooms.values()):
+            while not any(
+                transfer_id.delta is not None for transfer_id in sender._transfers._transfers.values()
+            ):
                 await asyncio.sleep(0.001)
         assert posted == ["open", "Submit"]  # or the first pages would find no room
         deadline_s = time.monotonic() + 20
@@ -302,14 +304,14 @@ async def test_the_pool_is_freed_after_the_transports_are_closed(monkeypatch):
 async def test_a_sender_that_dies_takes_its_rank_along(monkeypatch):
     """Else the rank would go on being chosen, and fail every request."""
     async with Pair(replace(FAKE, write_lease_s=1.0, fence_margin_s=0.2)) as pair:
-        turn = RoomTable.turn
+        turn = TransferTable.turn
 
         def broken(self):  # while it writes, and again when the thread winds up
-            if any(room.delta is not None for room in self._rooms.values()):
+            if any(transfer_id.delta is not None for transfer_id in self._transfers.values()):
                 raise ZeroDivisionError
             return turn(self)
 
-        monkeypatch.setattr(RoomTable, "turn", broken)
+        monkeypatch.setattr(TransferTable, "turn", broken)
         with pytest.raises(PeerFailed):
             await pair.generate(range(9))
         async with asyncio.timeout(5):

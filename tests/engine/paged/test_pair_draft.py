@@ -12,7 +12,7 @@ from services.engine.fake import continuation, parse_carried, prompt_scores
 from services.engine.fake_draft import parse_draft
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes
-from services.transfer.sending import rooms
+from services.transfer.sending import transfers
 from services.values.errors import ConfigError, KvCorrupt
 from services.values.rank import Plan
 from services.values.request import SamplingParams
@@ -89,7 +89,7 @@ async def test_ranks_that_differ_in_drafts(subtests):
             sender, layout = pair.prefill.sender, pair.prefill.layout
             other = replace(layout, draft=replace(layout.draft, model_fingerprint=1))
             sender._hello = replace(sender._hello, layout=other)
-            sender._rooms._layout = other
+            sender._transfers._layout = other
             answer = await pair.generate(PROMPT, 5)
             assert answer.tokens == right(PROMPT, 5)
             assert answer.admitted.kv_bytes_moved == 6 * PAGE_BYTES
@@ -167,7 +167,7 @@ async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):
         subtests.test("a renegotiated delta brings the drafts pages again"),
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
-        check = rooms.check_ticket
+        check = transfers.check_ticket
 
         def in_larger_units(ticket, prompt_len, layout, memories, generation):
             check(ticket, prompt_len, layout, memories, generation)
@@ -177,7 +177,7 @@ async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):
         async with Pair(ALWAYS) as pair:
             drafting = draft_with(core_of(pair.decode))
             first = await pair.generate(PROMPT[:17], 2)
-            monkeypatch.setattr(rooms, "check_ticket", in_larger_units)
+            monkeypatch.setattr(transfers, "check_ticket", in_larger_units)
             answer = await pair.generate(PROMPT, 10)
             assert (first.tokens, answer.tokens) == (right(PROMPT[:17], 2), right(PROMPT, 10))
             assert answer.admitted.decode_prefix_len == 8
@@ -195,10 +195,10 @@ async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):
                 for index, page in enumerate(read(pages, group)):
                     yield bytes(len(page)) if (group, index) == (1, 0) else page
 
-            pair.prefill.sender._rooms._read_pages = of_other_bytes
+            pair.prefill.sender._transfers._read_pages = of_other_bytes
             with pytest.raises(KvCorrupt, match="1 of 12 pages"):
                 await pair.generate(PROMPT)
-            pair.prefill.sender._rooms._read_pages = read
+            pair.prefill.sender._transfers._read_pages = read
             assert (await pair.generate(PROMPT)).tokens == right(PROMPT, 8)
             await pair.assert_nothing_held()
 

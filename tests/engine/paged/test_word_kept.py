@@ -8,7 +8,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of, settled
 from services.engine.fake import continuation
 from services.kv.ticket import StartsWithinPage
-from services.transfer.sending import rooms
+from services.transfer.sending import transfers
 from services.values.errors import PeerFailed
 from services.values.rank import Plan, RankAddress, RankId
 
@@ -19,7 +19,7 @@ PAGE_BYTES = FAKE.page_size * 8
 @pytest.fixture
 def wants_earlier(monkeypatch):
     """Prefill sends a ticket back, as an engine would that writes in larger units than a page."""
-    check_ticket, asked = rooms.check_ticket, []
+    check_ticket, asked = transfers.check_ticket, []
 
     def until(start, times=1):
         def check(ticket, *facts):
@@ -28,7 +28,7 @@ def wants_earlier(monkeypatch):
                 raise StartsWithinPage(start, ticket.decode_prefix_len)
             check_ticket(ticket, *facts)
 
-        monkeypatch.setattr(rooms, "check_ticket", check)
+        monkeypatch.setattr(transfers, "check_ticket", check)
         return asked
 
     return until
@@ -133,7 +133,7 @@ async def test_prefill_restarted_between_handshake_and_write():
     """Its next life refuses what was meant for the last one; with the new address it goes through."""
     async with Pair(replace(FAKE, fake_step_s=0.02, write_lease_s=1.0, fence_margin_s=0.2)) as pair:
         task = asyncio.create_task(pair.generate(range(60), 4))
-        while not (pair.prefill.sender._rooms and pair.prefill.sender._rooms.open_rooms):
+        while not (pair.prefill.sender._transfers and pair.prefill.sender._transfers.open_transfers):
             await asyncio.sleep(0.001)
         await pair.server.stop()
         with pytest.raises(PeerFailed):

@@ -40,9 +40,9 @@ def registration(**changed):
     return [GUARD, *body]
 
 
-def metadata(room=9, pages=(), aux=b"5", required=1, state=b"", prefix=0, dummy=b"0"):
+def metadata(transfer_id=9, pages=(), aux=b"5", required=1, state=b"", prefix=0, dummy=b"0"):
     """As build_receiver_metadata_message."""
     indices = np.asarray(pages, dtype=np.int32).tobytes()
-    numbers = [str(number).encode() for number in (room, required, prefix)]
+    numbers = [str(number).encode() for number in (transfer_id, required, prefix)]
     head = [GUARD, numbers[0], b"10.0.0.1", b"41234", b"agent-uuid"]
     return [*head, indices, aux, numbers[1], state, numbers[2], dummy]

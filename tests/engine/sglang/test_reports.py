@@ -158,7 +158,7 @@ async def test_a_line_that_is_no_report_is_told_and_the_next_one_taken(subtests,
         b"{\n",
         b"\xff\n",
         b'{"kind": "Gone"}\n',
-        b'{"kind": "Moved", "room": 1}\n',
+        b'{"kind": "Moved", "transfer_id": 1}\n',
         b'{"kind": []}\n',
         b"x" * 3000 + b"\n",  # longer than a line may be
     ]:

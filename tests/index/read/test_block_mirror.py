@@ -78,9 +78,7 @@ async def test_what_is_large_lets_others_have_their_turn(subtests: pytest.Subtes
         mirror = mirror_of_nothing()
         await apply(mirror, *resumable_snapshot(1, range(0)))
         turns: list[int] = []
-        asyncio.get_running_loop().call_soon(
-            lambda: turns.append(mirror.index.resume_points.num_blocks(RANK))
-        )
+        asyncio.get_running_loop().call_soon(lambda: turns.append(mirror.index.checkpoints.num_blocks(RANK)))
         record = PrefixDelta(LIFE, 1, 0, resumable_added=hashes_of(range(2_000)))
         await apply(mirror, KeyChange(KEYS.log(RANK, 0), encode_delta(record), 20))
         assert turns == [2_000]
@@ -98,7 +96,7 @@ def resumable_snapshot(epoch: int, resumable: range) -> tuple[KeyChange, KeyChan
 
 async def test_resumable_blocks_let_others_have_their_turn_and_are_never_seen_without_their_block() -> None:
     mirror = mirror_of_nothing()
-    points = mirror.index.resume_points
+    points = mirror.index.checkpoints
     await apply(mirror, snapshot(0, 7), head(1))
     seen: list[tuple[int, int]] = []
 
@@ -188,7 +186,7 @@ async def test_what_is_forgotten_while_it_is_taken_in_stays_forgotten(subtests: 
             assert not taking.done()
             mirror.forget(RANK)
             await taking
-            assert mirror.index.num_blocks(RANK) == len(mirror.index.resume_points) == 0
+            assert mirror.index.num_blocks(RANK) == len(mirror.index.checkpoints) == 0
 
 
 any_key = st.sampled_from(

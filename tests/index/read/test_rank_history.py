@@ -82,7 +82,7 @@ class Reader:
 
     @property
     def resumable(self) -> set[int]:
-        points = self.index.resume_points
+        points = self.index.checkpoints
         return {block for block in range(40) if points.deepest([block], {RANK: 1})}
 
     def take(self, change: KeyChange) -> Verdict | None:

@@ -65,7 +65,7 @@ class Resuming(RuleBasedStateMachine):
     def forget_points(self, rank: int, sequence: list[int], depth: int) -> None:
         known = self.resumable.get(rank, set())
         gone = known & set(sequence[depth:])
-        assert self.index.resume_points.remove(key(rank), sequence[depth:]) == len(gone)
+        assert self.index.checkpoints.remove(key(rank), sequence[depth:]) == len(gone)
         known -= gone
 
     @rule(rank=ranks)
@@ -76,7 +76,7 @@ class Resuming(RuleBasedStateMachine):
 
     @invariant()
     def every_rank_is_matched_as_by_walking_back(self) -> None:
-        points = self.index.resume_points
+        points = self.index.checkpoints
         assert len(points) == sum(map(len, self.resumable.values()))
         for rank in range(2):
             assert points.num_blocks(key(rank)) == len(self.resumable.get(rank, ()))
@@ -92,7 +92,7 @@ class Resuming(RuleBasedStateMachine):
     def teardown(self) -> None:
         for rank in range(2):
             self.index.remove_rank(key(rank))
-        points = self.index.resume_points
+        points = self.index.checkpoints
         assert points._ranks == points._blocks == {}
 
 
@@ -105,10 +105,10 @@ def test_what_is_evicted_or_corrected_is_gone_on_from_no_more_though_told_as_hel
     index.apply_snapshot(life(0), sequence, [2, 4, 6])
     index.apply_delta(life(0), [], [6])
     index.apply_delta(life(0), [6], [])
-    assert index.resume_points.deepest(sequence, {key(0): 6}) == {key(0): 4}
+    assert index.checkpoints.deepest(sequence, {key(0): 6}) == {key(0): 4}
     index.correct(key(0), sequence, 3)
     index.apply_delta(life(0), [4, 5], [])
-    assert index.resume_points.deepest(sequence, {key(0): 6}) == {key(0): 2}
+    assert index.checkpoints.deepest(sequence, {key(0): 6}) == {key(0): 2}
 
 
 @given(st.lists(sets, max_size=4))

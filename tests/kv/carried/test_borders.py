@@ -1,10 +1,10 @@
-"""Where a sequence that computes keeps resume points."""
+"""Where a sequence that computes keeps checkpoints."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.resume_points import borders_to_keep, shared_border
+from services.kv.checkpoints import borders_to_keep, shared_border
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Books:
         self.cache.trim(seq, end)
 
     def keep(self, ids):
-        """A resume point at the end of what one has computed who is gone."""
+        """A checkpoint at the end of what one has computed who is gone."""
         seq = self.cache.resume(None, 0)
         self.compute(seq, len(ids))
         self.cache.note_border(seq)
@@ -62,7 +62,7 @@ def test_a_tail_follows_its_sequence():
     assert books.free() == (8,)
 
 
-def test_a_resume_point_shares_pages_and_has_a_copy_of_the_state():
+def test_a_checkpoint_shares_pages_and_has_a_copy_of_the_state():
     books = Books(WINDOW, STATE, units=(8, 4))
     seq = books.cache.resume(None, 0)
     books.compute(seq, 4)
@@ -76,7 +76,7 @@ def test_a_resume_point_shares_pages_and_has_a_copy_of_the_state():
     assert again.slot not in (seq.slot, books.copies[0][1])
 
 
-def test_a_sequence_gets_what_only_resume_points_hold():
+def test_a_sequence_gets_what_only_checkpoints_hold():
     books = Books(STATE, units=(4,))
     seq = books.cache.resume(None, 0)
     for end in (2, 4, 6):
@@ -89,7 +89,7 @@ def test_a_sequence_gets_what_only_resume_points_hold():
 
 
 def test_one_who_computes_counts_as_two_beside_others():
-    """Else a pool full of those that compute would keep no resume point."""
+    """Else a pool full of those that compute would keep no checkpoint."""
     books = Books(STATE, units=(4,))
     for _ in range(2):
         assert books.cache.may_open(computes=True)
@@ -102,7 +102,7 @@ def test_one_who_computes_counts_as_two_beside_others():
     assert not books.cache.may_open(computes=False)
 
 
-def test_alone_one_may_compute_whom_the_pool_has_no_resume_point_for():
+def test_alone_one_may_compute_whom_the_pool_has_no_checkpoint_for():
     books = Books(STATE, units=(1,))
     assert books.cache.may_open(computes=True)
     seq = books.cache.resume(None, 0)
@@ -120,7 +120,7 @@ def test_those_that_receive_take_no_pages_for_chunks():
     assert open_ == (20 - 10) // 3  # a chunk of 20 takes 10 pages more than a token, which takes 3
 
 
-def test_what_others_have_saved_goes_when_resume_points_have_and_the_one_that_saves_least_first():
+def test_what_others_have_saved_goes_when_checkpoints_have_and_the_one_that_saves_least_first():
     books = Books(STATE, units=(6,))
     long, short = books.cache.receive(8), books.cache.receive(4)
     for seq in (long, short):
@@ -184,7 +184,7 @@ def test_a_chunk_ends_where_those_of_others_have_taken_the_pages():
 
 
 def test_pages_behind_where_it_is_are_let_go_of():
-    """A rejected draft lies there: a resume point would share them, and the next token be written there."""
+    """A rejected draft lies there: a checkpoint would share them, and the next token be written there."""
     books = Books(WINDOW, units=(8,))
     seq = books.cache.receive(4)
     assert books.cache.extend(seq, 9) == 9
@@ -295,7 +295,7 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused():
         Books(WINDOW, units=(3,))
 
 
-def test_without_carried_groups_every_match_is_a_resume_point():
+def test_without_carried_groups_every_match_is_a_checkpoint():
     books = Books()
     node = books.node([1, 2, 3, 4])
     assert books.cache.resumable(node, 4) == 4 == books.cache.resume(node, 4).position

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.kv.resume_points import EvictionOrder
+from services.kv.checkpoints import EvictionOrder
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=128)
 STATE = KvGroup(GroupKind.RECURRENT, (1,), 0, 0, "float32")
 
 
-def test_by_default_the_running_sequences_fit_and_resume_points():
+def test_by_default_the_running_sequences_fit_and_checkpoints():
     sizes = PoolSizes(max_running_requests=8, chunk_size=64)
     # A window of 128 and a chunk of 64 lie in 13 pages of 16 at most.
     assert sizes.num_units(WINDOW, 16, 10_000) == 2 * 8 * 13

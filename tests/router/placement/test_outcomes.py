@@ -168,4 +168,4 @@ def test_of_states_a_source_is_trusted_by_its_checkpoints():
         router.balance.resume_trust.of(source, router.now) < router.balance.trust.of(source, router.now) == 1
     )
     assert router.index.match(source, HASHES) == 40
-    assert router.index.resume_points.num_blocks(source) == 0
+    assert router.index.checkpoints.num_blocks(source) == 0

@@ -19,7 +19,7 @@ from router.placement.known_cluster import (
     chains,
 )
 from services.values.rank import Plan
-from services.values.rank_reports import NO_RESUME_POINTS
+from services.values.rank_reports import NO_CHECKPOINTS
 
 LOCAL = frozenset({Plan.LOCAL})
 PROMPT = 40 * BLOCK + 7
@@ -82,7 +82,7 @@ def test_nobody_goes_on_behind_the_last_token():
 
 
 def test_who_tells_no_points_goes_on_wherever_it_holds(subtests):
-    for changes in [{"layout": LAYOUT}, {"capabilities": (NO_RESUME_POINTS,)}]:
+    for changes in [{"layout": LAYOUT}, {"capabilities": (NO_CHECKPOINTS,)}]:
         with subtests.test(changes=changes):
             router = hybrid(1, 0)
             router.placer.set_ranks([replace(router.decodes[0], **changes)], [])
@@ -129,7 +129,7 @@ def test_where_one_goes_on_is_a_promise_of_its_own(subtests):
         chosen = send(router, "a", plans=REMOTE)
         found = admitted(30 * BLOCK, 5 * BLOCK, Plan.REMOTE)
         router.placer.outcomes.admitted("a", chains(), chosen, found)
-        points = router.index.resume_points
+        points = router.index.checkpoints
         assert router.index.match(prefill.id.key, HASHES) == 40
         assert points.deepest(HASHES, {prefill.id.key: 40}) == {prefill.id.key: 5}
         assert router.index.match(decode.id.key, HASHES) == 30  # and no point beyond

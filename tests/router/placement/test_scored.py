@@ -30,7 +30,7 @@ def test_who_computes_reuses_no_more_than_it_may(subtests):
         router.waits(router.decodes[0], 1_000)
         assert router.place().chosen.decode.id == router.decodes[0].id
         assert router.place(reusable_tokens=0).chosen.decode.id == router.decodes[1].id
-    with subtests.test("of those that tell resume points the deepest before it counts"):
+    with subtests.test("of those that report checkpoints the deepest before it counts"):
         router = Router(1, 0, layout=HYBRID)
         router.holds(router.decodes[0], 40, 7, 20, 40)
         chosen = router.place(plans=LOCAL, reusable_tokens=19 * BLOCK + 63).chosen.decode

@@ -16,7 +16,7 @@ from services.transfer.sending.handshake_server import HandshakeService
 from services.transfer.sending.sender import KvSender
 from services.transfer.transport import Unsettled
 from services.values.kv import GroupKind, KvGroup, KvLayout, KvTicket, PageId
-from services.values.rank import Generation, RankAddress, RankId, Room
+from services.values.rank import Generation, RankAddress, RankId, TransferId
 from services.wire.isthmus.v1 import handshake_pb2_grpc
 
 PAGE, PAGE_BYTES, NUM_PAGES = 4, 256, 32
@@ -67,10 +67,10 @@ class FakeLink:
     def __init__(self):
         self.asked = []
 
-    def send_abort(self, room):
-        self.asked.append(room)
+    def send_abort(self, transfer_id):
+        self.asked.append(transfer_id)
 
-    def send_renewal(self, room, write_until_s):
+    def send_renewal(self, transfer_id, write_until_s):
         """Heard by nobody."""
 
     def lease_end_s(self, write_until_s):
@@ -108,16 +108,20 @@ class Prefill:
         )
         return RankAddress(self.id, f"127.0.0.1:{self.server.port}")
 
-    def request(self, room, prompt_len, sources, carried=None, **fields):
+    def request(self, transfer_id, prompt_len, sources, carried=None, **fields):
         """The Prefill call, with everything computed; returns a future of its end."""
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
-        self.sender.open_room(
-            room, prompt_len, DECODE, lambda end: loop.call_soon_threadsafe(ended.set_result, end), **fields
+        self.sender.open_transfer(
+            transfer_id,
+            prompt_len,
+            DECODE,
+            lambda end: loop.call_soon_threadsafe(ended.set_result, end),
+            **fields,
         )
-        self.sender.pages_ready(room, 0, prompt_len, [PageId(page) for page in sources])
+        self.sender.pages_ready(transfer_id, 0, prompt_len, [PageId(page) for page in sources])
         if carried is not None:
-            self.sender.carried_ready(room, carried)
+            self.sender.carried_ready(transfer_id, carried)
         return ended
 
     async def stop_listening(self):
@@ -143,7 +147,7 @@ class Pair:
         self.skipped_s = 0.0  # of time, on decode's clock
         self.links = self.make_links()
         self.prefills = []
-        self.rooms = map(Room, itertools.count(1))
+        self.transfers = map(TransferId, itertools.count(1))
 
     def make_pools(self, seed):
         sizes = self.layout.unit_bytes
@@ -176,12 +180,12 @@ class Pair:
         return self.prefills[-1]
 
     def send_ticket(
-        self, link, pages, prompt_len=10, prefix_len=0, lease_s=10.0, room=None, carried=(), **fields
+        self, link, pages, prompt_len=10, prefix_len=0, lease_s=10.0, transfer_id=None, carried=(), **fields
     ):
         """`pages` and the units `carried` by group are what is written into."""
         targets = targets_of(self.layout, prompt_len, carried) if carried else ()
         ticket = KvTicket(
-            room if room is not None else next(self.rooms),
+            transfer_id if transfer_id is not None else next(self.transfers),
             link.address.id.generation,
             prompt_len,
             prefix_len,

@@ -10,7 +10,7 @@ from services.kv.tails import units_at
 from services.kv.transfer_plan import moved_bytes
 from services.values.errors import PeerFailed
 from services.values.kv import PageId
-from services.values.rank import Room
+from services.values.rank import TransferId
 from transfer.receiving.link_pair import HYBRID, NUM_PAGES, PAGE, Pair
 
 BOTH = pytest.mark.parametrize("pair", ["local", pytest.param("nixl", marks=pytest.mark.nixl)], indirect=True)
@@ -49,7 +49,7 @@ async def test_all_of_it_lands_and_nothing_else_changes(subtests, pair, prefill,
             before, moved = [0] * (prefix_len // PAGE), prefill.sender.bytes_moved_total
 
             watch = pair.send_ticket(link, targets[0], prompt_len, prefix_len, carried=targets[1:])
-            ended = await prefill.request(watch.room, prompt_len, [*before, *sources[0]], sources[1:])
+            ended = await prefill.request(watch.transfer_id, prompt_len, [*before, *sources[0]], sources[1:])
 
             landed, due = await watch.outcome(), moved_bytes(prefix_len, prompt_len, HYBRID)
             assert landed.group_bytes == due == ended.group_bytes
@@ -60,7 +60,7 @@ async def test_all_of_it_lands_and_nothing_else_changes(subtests, pair, prefill,
 async def test_digests_tell_a_unit_of_any_group_that_came_changed(pair, prefill, link):
     units = ([9, 3], [20, 8], [31])
     watch = pair.send_ticket(link, units[0], prefix_len=4, carried=units[1:], want_digests=True)
-    prefill.request(watch.room, 10, (5, 6, 30), ([3, 4], [7]))
+    prefill.request(watch.transfer_id, 10, (5, 6, 30), ([3, 4], [7]))
     digests = (await watch.outcome()).page_digests
 
     def read_pages(pages, group):
@@ -96,11 +96,11 @@ async def test_what_does_not_fit_is_refused(subtests, pair, prefill, link, make_
 
 @BOTH
 async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
-    """Many rooms at once, the tickets before and after what is computed."""
+    """Many transfers at once, the tickets before and after what is computed."""
     rng = np.random.default_rng(3)
     free = [list(map(int, rng.permutation(NUM_PAGES))) for _ in pair.pools]
     expected, watches = [pool.snapshot() for pool in pair.pools], []
-    for room in range(100, 108):
+    for transfer_id in range(100, 108):
         num_pages = int(rng.integers(1, 4))
         prompt_len = num_pages * PAGE - int(rng.integers(0, PAGE))
         held = int(rng.integers(0, prompt_len // PAGE + 1))
@@ -114,10 +114,10 @@ async def test_random_transfers_equal_a_dumb_copy(pair, prefill, link):
                 pool[to_unit] = source.pages[from_unit]
         late = bool(rng.integers(0, 2))
         if not late:
-            prefill.request(Room(room), prompt_len, sources[0], sources[1:])
-        where = {"room": Room(room), "carried": targets[1:]}
+            prefill.request(TransferId(transfer_id), prompt_len, sources[0], sources[1:])
+        where = {"transfer_id": TransferId(transfer_id), "carried": targets[1:]}
         watches.append(pair.send_ticket(link, targets[0], prompt_len, held * PAGE, **where))
         if late:
-            prefill.request(Room(room), prompt_len, sources[0], sources[1:])
+            prefill.request(TransferId(transfer_id), prompt_len, sources[0], sources[1:])
     await asyncio.gather(*(watch.outcome() for watch in watches))
     assert same(pair, expected)

@@ -11,7 +11,7 @@ from services.transfer.hello import Hello
 from services.transfer.receiving import sender_links as links_module
 from services.values.errors import PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import PoolMemory, PullGrant, PullRequest
-from services.values.rank import Generation, RankAddress, Room
+from services.values.rank import Generation, RankAddress, TransferId
 from services.wire.isthmus.v1 import handshake_pb2, handshake_pb2_grpc
 from transfer.receiving.link_pair import DECODE, LAYOUT, until
 
@@ -30,24 +30,24 @@ async def test_links_with_an_old_stamp_are_made_anew(pair, prefill, link, monkey
     monkeypatch.setattr(links_module, "_MAX_STAMP_AGE_S", 0.0)
     newer = await pair.links.link(link.address)
     assert newer is not link
-    prefill.request(watch.room, 10, (1, 2, 3))
-    await watch.outcome()  # the old stream serves its rooms to their end
+    prefill.request(watch.transfer_id, 10, (1, 2, 3))
+    await watch.outcome()  # the old stream serves its transfers to their end
     await until(lambda: not link.alive)
 
 
 async def test_a_stream_on_which_something_was_granted_stays_for_its_ticket(pair, prefill):
     def lend(link_id, puller, request):
-        prefill.request(request.room, 12, (1, 2, 3))
-        prefill.sender.grant(link_id, PullGrant(request.room, 12))
+        prefill.request(request.transfer_id, 12, (1, 2, 3))
+        prefill.sender.grant(link_id, PullGrant(request.transfer_id, 12))
 
     link = await pair.links.link(await prefill.listen(lend=lend))
     until_s = link.write_until_s(10.0)
-    grants = [await link.ask(PullRequest(Room(n), 7, "", (1,) * 12, 0, 1, until_s)) for n in (50, 51)]
+    grants = [await link.ask(PullRequest(TransferId(n), 7, "", (1,) * 12, 0, 1, until_s)) for n in (50, 51)]
     link.close_when_idle()  # Its stamp is old: another one takes its place.
-    watch = pair.send_ticket(link, (4, 5, 6), prompt_len=12, room=grants[0].room)
+    watch = pair.send_ticket(link, (4, 5, 6), prompt_len=12, transfer_id=grants[0].transfer_id)
     await watch.outcome()
     assert link.alive
-    link.end_grant(grants[1].room)
+    link.end_grant(grants[1].transfer_id)
     await until(lambda: not link.alive)
 
 
@@ -56,8 +56,8 @@ async def test_a_pull_that_cannot_be_read_ends_no_other_transfer(pair, prefill, 
     unreadable = handshake_pb2.PullRequest(room=50, token_ids=b"123")
     monkeypatch.setattr(links_module.convert, "pull_request_to_proto", lambda request: unreadable)
     with pytest.raises(links_module.PullRefused, match="grants nothing: failed"):
-        await link.ask(PullRequest(Room(50), 7, "", (), 0, 1, 0.0))
-    prefill.request(watch.room, 10, (1, 2, 3))
+        await link.ask(PullRequest(TransferId(50), 7, "", (), 0, 1, 0.0))
+    prefill.request(watch.transfer_id, 10, (1, 2, 3))
     await watch.outcome()
     assert link.alive
 
@@ -103,7 +103,7 @@ async def test_decode_sends_no_second_hello(pair, prefill, link):
 
 async def test_closing_the_links_loses_what_runs(pair, prefill, link):
     watch = pair.send_ticket(link, (1, 2, 3))
-    ended = prefill.request(watch.room, 12, (1, 2, 3))  # not the ticket's prompt: it fails
+    ended = prefill.request(watch.transfer_id, 12, (1, 2, 3))  # not the ticket's prompt: it fails
     await ended
     waiting = pair.send_ticket(link, (4, 5, 6))
     await pair.links.close()

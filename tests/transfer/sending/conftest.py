@@ -2,7 +2,7 @@
 
 import pytest
 
-from transfer.sending.room_rank import Rank
+from transfer.sending.sending_rank import Rank
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a room writes beside the delta, once the prompt is computed: the tail of a window and a state."""
+"""What a transfer writes beside the delta, once the prompt is computed: the tail of a window and a state."""
 
 import re
 from collections import Counter
@@ -11,11 +11,11 @@ from services.kv.page_digest import digest_of
 from services.kv.tails import units_at
 from services.kv.ticket import targets_of
 from services.kv.transfer_plan import moved_bytes
-from services.transfer.sending.room import Outcome
+from services.transfer.sending.sending_transfer import Outcome
 from services.transfer.transport import Unsettled
 from services.values.kv import PageId
-from services.values.rank import Room
-from transfer.sending.room_rank import HYBRID, LAYOUT, PAGE, A, Rank, page_of
+from services.values.rank import TransferId
+from transfer.sending.sending_rank import HYBRID, LAYOUT, PAGE, A, Rank, page_of
 
 # Of a prompt of 10: tokens 5 to 9 are in the pages 1 and 2, which are 31 and 32 of the window's pool.
 TAIL = [(1, 31, 600), (1, 32, 601)]
@@ -52,8 +52,8 @@ def test_it_goes_out_once_the_prompt_is_computed(subtests):
             rank.turn()
             assert rank.take_said() == ["landed"]
             assert group_bytes(rank.last.status) == rank.outcome.group_bytes == (300, 60, 450)
-            assert rank.last.status.bytes_moved == rank.rooms.bytes_moved_total == 810
-            assert rank.last.status.descriptors == rank.rooms.descriptors_total == 3
+            assert rank.last.status.bytes_moved == rank.transfers.bytes_moved_total == 810
+            assert rank.last.status.descriptors == rank.transfers.descriptors_total == 3
 
     with subtests.test("nothing of it goes out before the prompt is computed"):
         rank = Rank(layout=HYBRID)
@@ -70,7 +70,7 @@ def test_it_goes_out_once_the_prompt_is_computed(subtests):
         assert (rank.take_said(), rank.ends) == (
             ["accepted"],
             [],
-        )  # all pages have landed, and the room goes on
+        )  # all pages have landed, and the transfer goes on
         rank.carried()
         rank.turn()
         assert rank.carried_by_post == [[], [], [*TAIL, *STATE]]
@@ -163,19 +163,19 @@ def test_what_cannot_be_is_refused(subtests):
         (([31, 32],), "units of 1 groups are given, 2 are carried"),
         ((), "units of 0 groups are given, 2 are carried"),
     ]:
-        with subtests.test("units that cannot hold it fail the room", units=units, reason=reason):
+        with subtests.test("units that cannot hold it fail the transfer", units=units, reason=reason):
             rank = Rank(layout=HYBRID)
             rank.ticket()
             rank.request()
             rank.pages(0, 10)
-            rank.rooms.carried_ready(A, units)
+            rank.transfers.carried_ready(A, units)
             rank.turn()
             assert rank.take_said() == ["accepted", "failed"]
             assert rank.outcome.outcome is Outcome.FAILED
             assert rank.transport.writes == []
             assert re.search(reason, rank.outcome.error)
 
-    with subtests.test("what is carried twice fails the room"):
+    with subtests.test("what is carried twice fails the transfer"):
         rank = Rank(layout=HYBRID)
         rank.ticket()
         rank.request()
@@ -214,12 +214,12 @@ def test_what_cannot_be_is_refused(subtests):
 # -- ends -----------------------------------------------------------------------------------------------
 
 
-def test_ends_of_rooms_that_carry(subtests):
+def test_ends_of_transfers_that_carry(subtests):
     ends = {
-        "abort": lambda rooms: rooms.abort(1, A),
-        "cancel": lambda rooms: rooms.cancel_room(A),
-        "fail": lambda rooms: rooms.fail_room(A, "out of memory"),
-        "link lost": lambda rooms: rooms.link_lost(1),
+        "abort": lambda transfers: transfers.abort(1, A),
+        "cancel": lambda transfers: transfers.cancel_transfer(A),
+        "fail": lambda transfers: transfers.fail_transfer(A, "out of memory"),
+        "link lost": lambda transfers: transfers.link_lost(1),
     }
     for name, end in ends.items():
         with subtests.test("its units stay until what is posted has ended", end=name):
@@ -231,7 +231,7 @@ def test_ends_of_rooms_that_carry(subtests):
             rank.carried()
             rank.turn()
             pages, carried = rank.transport.writes
-            end(rank.rooms)
+            end(rank.transfers)
             pages.done = True
             rank.turn()
             assert rank.ends == []
@@ -241,13 +241,13 @@ def test_ends_of_rooms_that_carry(subtests):
             assert rank.outcome.group_bytes == (300, 60, 450)
 
     for end in ["abort", "cancel"]:
-        with subtests.test("what is not posted when the room ends never is", end=end):
+        with subtests.test("what is not posted when the transfer ends never is", end=end):
             rank = Rank(layout=HYBRID)
             rank.ticket()
             rank.request()
             rank.pages(0, 10)
             rank.turn()
-            rank.rooms.abort(1, A) if end == "abort" else rank.rooms.cancel_room(A)
+            rank.transfers.abort(1, A) if end == "abort" else rank.transfers.cancel_transfer(A)
             rank.carried()
             rank.transport.land()
             rank.turn()
@@ -286,7 +286,7 @@ def test_ends_of_rooms_that_carry(subtests):
         assert (rank.take_said(), rank.carried_by_post) == (["accepted", "failed"], [[]])
         assert rank.outcome.error == "the write lease is over"
 
-    with subtests.test("a write of it that does not end fails the room"):
+    with subtests.test("a write of it that does not end fails the transfer"):
         rank = Rank(layout=HYBRID)
         rank.ticket(until_s=1000.0)
         rank.request()
@@ -298,26 +298,26 @@ def test_ends_of_rooms_that_carry(subtests):
         rank.turn()
         rank.now_s += 31.0
         rank.turn()
-        assert [room for room, _ in rank.failed] == [A] and rank.ends == []
+        assert [transfer_id for transfer_id, _ in rank.failed] == [A] and rank.ends == []
         rank.transport.land()
         rank.turn()
         assert rank.outcome.outcome is Outcome.FAILED
 
 
-def test_rooms_of_other_layouts_and_other_rooms(subtests):
+def test_transfers_of_other_layouts_and_other_transfers(subtests):
     with subtests.test("a layout of one group tells no bytes by group"):
         rank = Rank(layout=LAYOUT)
         rank.write(A).done = True
         rank.turn()
         assert (group_bytes(rank.last.status), rank.outcome.group_bytes) == ((), (300,))
 
-    with subtests.test("rooms do not mix what they carry"):
+    with subtests.test("transfers do not mix what they carry"):
         rank = Rank(layout=HYBRID)
-        for room in (Room(1), Room(2)):
-            rank.request(room)
-            rank.ticket(room)
-            rank.pages(0, 10, room)
-        rank.rooms.carried_ready(Room(2), ([PageId(35), PageId(36)], [PageId(8)]))
+        for transfer_id in (TransferId(1), TransferId(2)):
+            rank.request(transfer_id)
+            rank.ticket(transfer_id)
+            rank.pages(0, 10, transfer_id)
+        rank.transfers.carried_ready(TransferId(2), ([PageId(35), PageId(36)], [PageId(8)]))
         rank.turn()
         assert rank.carried_by_post == [[], [(1, 35, 600), (1, 36, 601), (2, 8, 70)]]
 
@@ -347,8 +347,10 @@ def test_every_unit_is_written_once_to_where_the_ticket_says(data):
     events = [lambda: rank.request(prompt_len=prompt_len)]
     for start, end in ((0, cut), (cut, prompt_len)):
         pages = sources[start // PAGE : -(-end // PAGE)]
-        events.append(lambda start=start, end=end, pages=pages: rank.rooms.pages_ready(A, start, end, pages))
-    events.append(lambda: rank.rooms.carried_ready(A, [units for units, _ in carried]))
+        events.append(
+            lambda start=start, end=end, pages=pages: rank.transfers.pages_ready(A, start, end, pages)
+        )
+    events.append(lambda: rank.transfers.carried_ready(A, [units for units, _ in carried]))
     events.insert(data.draw(st.integers(0, len(events))), ticket)
     rank.interleave(events, data)
 

@@ -9,8 +9,8 @@ from services.kv.ticket import targets_of
 from services.kv.transfer_plan import runs_of
 from services.transfer.sending.delta_write import DeltaDigests, Sources
 from services.values.kv import KvTicket, PageId
-from services.values.rank import Generation, Room
-from transfer.sending.room_rank import HYBRID, LAYOUT, PAGE
+from services.values.rank import Generation, TransferId
+from transfer.sending.sending_rank import HYBRID, LAYOUT, PAGE
 
 
 def read_pages(pages, group):
@@ -32,7 +32,7 @@ def test_whatever_the_pieces(data, prompt_len, layout):
     runs = runs_of([PageId(i) for i in range(num_pages - prefix)])
     sources = Sources()
     targets = targets_of(layout, prompt_len, carried)
-    ticket = KvTicket(Room(1), Generation(1), prompt_len, prefix * PAGE, runs, 0.0, targets)
+    ticket = KvTicket(TransferId(1), Generation(1), prompt_len, prefix * PAGE, runs, 0.0, targets)
     digests = DeltaDigests(ticket, layout, sources)
     for page in table:
         sources.pages.append(page)

@@ -1,11 +1,11 @@
 """A peer that the transport does not forget costs a line in the log, and nothing else."""
 
 from services.transfer.hello import Hello
-from services.transfer.sending.room import Outcome, Request
-from services.transfer.sending.rooms import RoomTable
+from services.transfer.sending.sending_transfer import Outcome, Request
+from services.transfer.sending.transfers import TransferTable
 from services.values.errors import PeerFailed
 from services.values.kv import KvLayout, KvTicket, PageRun, PoolMemory
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 from services.wire.isthmus.v1 import handshake_pb2
 
 PAGE = 4
@@ -43,27 +43,27 @@ class ClingingTransport:
         return LandedWrite()
 
 
-def transfer(rooms, number, link_id, decode):
+def transfer(transfers, number, link_id, decode):
     """What becomes of a page's way to the decode rank."""
     ends = []
-    rooms.open_room(Room(number), Request(PAGE, decode, ends.append, 1e9))
-    rooms.pages_ready(Room(number), 0, PAGE, [0])
-    rooms.ticket(link_id, KvTicket(Room(number), OWN.generation, PAGE, 0, (PageRun(1, 1),), 1e9))
-    while rooms.turn():
+    transfers.open_transfer(TransferId(number), Request(PAGE, decode, ends.append, 1e9))
+    transfers.pages_ready(TransferId(number), 0, PAGE, [0])
+    transfers.ticket(link_id, KvTicket(TransferId(number), OWN.generation, PAGE, 0, (PageRun(1, 1),), 1e9))
+    while transfers.turn():
         pass
     return [end.outcome for end in ends]
 
 
 def test_others_are_written_to_and_so_is_who_comes_back(caplog):
     transport, said = ClingingTransport(), []
-    rooms = RoomTable(transport, LAYOUT, OWN, lambda: 0.0, 1 << 20, lambda page: memoryview(b""))
+    transfers = TransferTable(transport, LAYOUT, OWN, lambda: 0.0, 1 << 20, lambda page: memoryview(b""))
     for link_id, decode in enumerate((GONE, OTHER)):
-        rooms.link_up(link_id, Hello(decode, LAYOUT, POOL, "fake", str(decode).encode()), said.append)
-    assert transfer(rooms, 1, 0, GONE) == [Outcome.LANDED]
-    rooms.link_lost(0)
+        transfers.link_up(link_id, Hello(decode, LAYOUT, POOL, "fake", str(decode).encode()), said.append)
+    assert transfer(transfers, 1, 0, GONE) == [Outcome.LANDED]
+    transfers.link_lost(0)
     assert transport.asked_to_forget == [str(GONE)] and f"kv_peer_kept peer={GONE}" in caplog.text
-    assert transfer(rooms, 2, 1, OTHER) == [Outcome.LANDED]
-    rooms.link_up(2, Hello(GONE, LAYOUT, POOL, "fake", str(GONE).encode()), said.append)
-    assert transfer(rooms, 3, 2, GONE) == [Outcome.LANDED]
+    assert transfer(transfers, 2, 1, OTHER) == [Outcome.LANDED]
+    transfers.link_up(2, Hello(GONE, LAYOUT, POOL, "fake", str(GONE).encode()), said.append)
+    assert transfer(transfers, 3, 2, GONE) == [Outcome.LANDED]
     assert transport.added == [str(GONE).encode(), str(OTHER).encode(), str(GONE).encode()]
     assert [m.status.state for m in said].count(handshake_pb2.Status.STATE_LANDED) == 3

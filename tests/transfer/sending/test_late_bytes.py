@@ -1,9 +1,9 @@
 """Bytes that land late land on units that are still kept for them, whatever happens before.
 
-A prefill rank's rooms and the watches of a decode rank that lends few units again and again, over a network
-that lands, loses and delays them as it likes: pages of full attention alone, or of a window too, and states.
-What it promises: what lands does so within LONGEST_S of its post, and within MARGIN_S once its write is seen
-to have failed.
+A prefill rank's transfers and the watches of a decode rank that lends few units again and again, over a
+network that lands, loses and delays them as it likes: pages of full attention alone, or of a window too, and
+states. What it promises: what lands does so within LONGEST_S of its post, and within MARGIN_S once its write
+is seen to have failed.
 """
 
 from collections import deque
@@ -16,14 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.kv.tails import units_at
 from services.kv.ticket import targets_of
-from services.transfer.receiving.room_watch import Landed, RoomWatch
+from services.transfer.receiving.transfer_watch import Landed, TransferWatch
 from services.transfer.sending.receivers import TransportBroken
 from services.transfer.transport import Unsettled
 from services.values.errors import PeerFailed
 from services.values.kv import PageId
-from services.values.rank import RankAddress, Room
+from services.values.rank import RankAddress, TransferId
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.sending.room_rank import HYBRID, LAYOUT, OWN, PAGE, FakeTransport, FakeWrite, Rank
+from transfer.sending.sending_rank import HYBRID, LAYOUT, OWN, PAGE, FakeTransport, FakeWrite, Rank
 
 POOL_UNITS = (5, 4, 2)  # by group
 LEASE_S = 10.0
@@ -38,7 +38,7 @@ Unit = tuple[int, PageId]  # with its group
 class NetworkWrite(FakeWrite):
     """Its units land one by one."""
 
-    room: Room | None = None
+    transfer_id: TransferId | None = None
     to_land: list[Unit] = field(default_factory=list)
     clock: object = None
     posted_s: float = 0.0
@@ -62,12 +62,14 @@ class Network(FakeTransport):
 
     clock: object = None
     on_the_way: list[NetworkWrite] = field(default_factory=list)
-    room_of: dict[Unit, Room] = field(default_factory=dict)
+    transfer_of: dict[Unit, TransferId] = field(default_factory=dict)
 
     def write(self, peer, moves):
         units = [(m.group, PageId(m.target_page + i)) for m in moves for i in range(m.num_pages)]
-        room = self.room_of[units[0]]
-        write = NetworkWrite(list(moves), peer, self.unit_bytes, room=room, to_land=units, clock=self.clock)
+        transfer_id = self.transfer_of[units[0]]
+        write = NetworkWrite(
+            list(moves), peer, self.unit_bytes, transfer_id=transfer_id, to_land=units, clock=self.clock
+        )
         write.posted_s = self.clock()
         self.on_the_way.append(write)
         if self.fails_posts is not None:
@@ -82,9 +84,9 @@ class Network(FakeTransport):
 class Transfer:
     """As a decode rank sees it."""
 
-    room: Room
+    transfer_id: TransferId
     units: list[Unit]
-    watch: RoomWatch
+    watch: TransferWatch
     quarantined: bool = False
 
 
@@ -94,11 +96,11 @@ class DecodeEnd:
     def __init__(self, rank):
         self._rank = rank
 
-    def send_renewal(self, room, write_until_s):
-        self._rank.rooms.renew(1, room, write_until_s)
+    def send_renewal(self, transfer_id, write_until_s):
+        self._rank.transfers.renew(1, transfer_id, write_until_s)
 
-    def send_abort(self, room):
-        self._rank.rooms.abort(1, room)
+    def send_abort(self, transfer_id):
+        self._rank.transfers.abort(1, transfer_id)
 
     def lease_end_s(self, write_until_s):
         return write_until_s
@@ -119,7 +121,7 @@ class TwoRanks(RuleBasedStateMachine):
         self.free = [[PageId(unit) for unit in range(count)] for count in counts]
         self.transfers, self.linked = {}, {}  # linked: those that have not heard their last word
         self.holds = {}  # unit -> what landed there last
-        self.last_room = 0
+        self.last_transfer = 0
 
     def clock(self):
         return self.rank.now_s
@@ -141,19 +143,19 @@ class TwoRanks(RuleBasedStateMachine):
             [free.pop(0) for _ in range(count)] for count, free in zip(counts, self.free, strict=True)
         ]
         units = [(group, unit) for group, lent in enumerate(by_group) for unit in lent]
-        self.last_room += 1
-        room, until_s = Room(self.last_room), self.clock() + LEASE_S
+        self.last_transfer += 1
+        transfer_id, until_s = TransferId(self.last_transfer), self.clock() + LEASE_S
         for unit in units:
-            self.network.room_of[unit] = room
+            self.network.transfer_of[unit] = transfer_id
         end = DecodeEnd(self.rank)
-        watch = RoomWatch(room, RankAddress(OWN, ""), end, until_s, self.clock, lambda watch: None)
-        self.transfers[room] = self.linked[room] = Transfer(room, units, watch)
+        watch = TransferWatch(transfer_id, RankAddress(OWN, ""), end, until_s, self.clock, lambda watch: None)
+        self.transfers[transfer_id] = self.linked[transfer_id] = Transfer(transfer_id, units, watch)
         targets = targets_of(self.layout, tokens, carried)
-        self.rank.ticket(room, tokens, until_s=until_s, pages=pages, targets=targets)
-        self.rank.request(room, tokens)
-        self.rank.pages(0, tokens, room)
+        self.rank.ticket(transfer_id, tokens, until_s=until_s, pages=pages, targets=targets)
+        self.rank.request(transfer_id, tokens)
+        self.rank.pages(0, tokens, transfer_id)
         if carried:
-            self.rank.carried(tokens, room)
+            self.rank.carried(tokens, transfer_id)
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data())
@@ -179,7 +181,7 @@ class TwoRanks(RuleBasedStateMachine):
         if kind == "status" and word.state == pb.Status.STATE_LANDED:
             group_bytes = tuple(word.group_bytes) or (word.bytes_moved,)
             transfer.watch.on_landed(Landed(group_bytes, word.descriptors))
-            assert all(self.holds[unit] == transfer.room for unit in transfer.units)
+            assert all(self.holds[unit] == transfer.transfer_id for unit in transfer.units)
         else:
             ended = transfer.watch.on_unsettled if word.unsettled else transfer.watch.on_last_word
             ended("it failed")
@@ -194,12 +196,12 @@ class TwoRanks(RuleBasedStateMachine):
 
     @rule()
     def turn(self):
-        # Raised last, where only a new life of the rank helps; its rooms must be right all the same.
+        # Raised last, where only a new life of the rank helps; its transfers must be right all the same.
         with suppress(TransportBroken):
-            self.rank.rooms.turn()
-        for room, _ in self.rank.failed:  # the Prefill call is answered
-            if room in self.transfers:
-                self.give_up(self.transfers[room])
+            self.rank.transfers.turn()
+        for transfer_id, _ in self.rank.failed:  # the Prefill call is answered
+            if transfer_id in self.transfers:
+                self.give_up(self.transfers[transfer_id])
         self.rank.failed.clear()
 
     # -- what the network does ----------------------------------------------------------------------------
@@ -209,11 +211,13 @@ class TwoRanks(RuleBasedStateMachine):
     def land_a_unit(self, data):
         write = data.draw(st.sampled_from(self.writes(lambda write: write.may_land)))
         unit = write.to_land.pop(0)
-        assert write.room in self.transfers and unit in self.transfers[write.room].units, (
-            f"unit {unit} is not kept for room {write.room} any more"
+        assert write.transfer_id in self.transfers and unit in self.transfers[write.transfer_id].units, (
+            f"unit {unit} is not kept for transfer {write.transfer_id} any more"
         )
-        assert write.room not in [room for room, _ in self.rank.ends], "the source unit is used again"
-        self.holds[unit] = write.room
+        assert write.transfer_id not in [transfer_id for transfer_id, _ in self.rank.ends], (
+            "the source unit is used again"
+        )
+        self.holds[unit] = write.transfer_id
         if not write.failure and not write.to_land:
             write.done = True
 
@@ -238,7 +242,7 @@ class TwoRanks(RuleBasedStateMachine):
     def units_come_back(self):
         for transfer in list(self.transfers.values()):
             if transfer.quarantined and transfer.watch.is_over(MARGIN_S):
-                del self.transfers[transfer.room]
+                del self.transfers[transfer.transfer_id]
                 for group, unit in transfer.units:
                     self.free[group].append(unit)
         kept = [unit for transfer in self.transfers.values() for unit in transfer.units]
@@ -264,8 +268,10 @@ class TwoRanks(RuleBasedStateMachine):
             self.rank.now_s += LEASE_S + MARGIN_S
             self.units_come_back()
         assert sum(map(len, self.free)) == len(self.every_unit())
-        assert sorted(room for room, _ in self.rank.ends) == list(range(1, self.last_room + 1))
-        assert self.rank.rooms.open_rooms == 0
+        assert sorted(transfer_id for transfer_id, _ in self.rank.ends) == list(
+            range(1, self.last_transfer + 1)
+        )
+        assert self.rank.transfers.open_transfers == 0
 
 
 TwoRanks.TestCase.settings = settings(

@@ -5,11 +5,11 @@ import weakref
 
 from services.transfer.hello import Hello
 from services.transfer.sending import sender as sender_module
-from services.transfer.sending.room import Outcome
 from services.transfer.sending.sender import KvSender
+from services.transfer.sending.sending_transfer import Outcome
 from services.values.errors import PeerFailed
 from services.values.kv import KvLayout, KvTicket, PageId, PageRun, PoolMemory
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 from services.wire.isthmus.v1 import handshake_pb2
 
 PAGE = 4
@@ -74,13 +74,15 @@ def check_end(error, caplog):
     sender.start()
     said, ends = [], []
     sender.hello(1, Hello(DECODE, LAYOUT, POOL, "endless", b""), said.append)
-    for room in (Room(1), Room(2)):
-        sender.open_room(
-            room, PAGE, DECODE, lambda end: ends.append((end, transport.closed, len(transport.writes)))
+    for transfer_id in (TransferId(1), TransferId(2)):
+        sender.open_transfer(
+            transfer_id, PAGE, DECODE, lambda end: ends.append((end, transport.closed, len(transport.writes)))
         )
-        sender.pages_ready(room, 0, PAGE, [PageId(0)])
-        runs = (PageRun(int(room), 1),)
-        sender.ticket(1, KvTicket(room, OWN.generation, PAGE, 0, runs, write_until_s=sender.clock() + 600))
+        sender.pages_ready(transfer_id, 0, PAGE, [PageId(0)])
+        runs = (PageRun(int(transfer_id), 1),)
+        sender.ticket(
+            1, KvTicket(transfer_id, OWN.generation, PAGE, 0, runs, write_until_s=sender.clock() + 600)
+        )
     with caplog.at_level(logging.WARNING):
         sender.stop()
     assert "kv_writes_left" in caplog.text and "writes=2" in caplog.text

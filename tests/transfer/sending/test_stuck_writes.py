@@ -2,11 +2,11 @@
 
 from itertools import product
 
-from services.transfer.sending.room import Outcome
+from services.transfer.sending.sending_transfer import Outcome
 from services.transfer.transport import Unsettled
 from services.values.errors import PeerFailed
-from services.values.rank import Room
-from transfer.sending.room_rank import DECODE, A, B, C, D, Rank
+from services.values.rank import TransferId
+from transfer.sending.sending_rank import DECODE, A, B, C, D, Rank
 
 
 def test_an_end_that_is_not_known_is_told_as_such(subtests):
@@ -23,26 +23,26 @@ def test_an_end_that_is_not_known_is_told_as_such(subtests):
             rank.turn()
             if where == "on its way":
                 if word == "ack":
-                    rank.rooms.abort(1, A)
+                    rank.transfers.abort(1, A)
                 rank.transport.writes[0].failure = "cut"
                 rank.transport.writes[0].unsettled = error is Unsettled
                 rank.turn()
             elif word == "ack":
-                rank.rooms.abort(1, A)
+                rank.transfers.abort(1, A)
             assert rank.take_said()[-1] == word
             unsettled = error is Unsettled
             assert (rank.last.status if word == "failed" else rank.last.abort_ack).unsettled == unsettled
-            assert [room for room, _ in rank.failed] == [A]
-            assert (len(rank.ends), rank.rooms.open_rooms) == (0 if unsettled else 1, 0)
+            assert [transfer_id for transfer_id, _ in rank.failed] == [A]
+            assert (len(rank.ends), rank.transfers.open_transfers) == (0 if unsettled else 1, 0)
             if unsettled:
-                assert rank.rooms.next_deadline_s() == 115.0
+                assert rank.transfers.next_deadline_s() == 115.0
                 rank.now_s = 114.9
                 rank.turn()
                 assert rank.ends == []
                 rank.now_s = 115.0
                 rank.turn()
             assert rank.outcome.error
-            assert rank.rooms.next_deadline_s() is None
+            assert rank.transfers.next_deadline_s() is None
 
     with subtests.test("that an end is not known is told again to who asks again"):
         # The word before went with its stream, perhaps.
@@ -50,9 +50,9 @@ def test_an_end_that_is_not_known_is_told_as_such(subtests):
         failing = rank.write(A)
         failing.failure, failing.unsettled = "connection reset", True
         rank.turn()
-        rank.rooms.link_lost(1)
+        rank.transfers.link_lost(1)
         rank.link_up(2)
-        rank.rooms.abort(2, A)
+        rank.transfers.abort(2, A)
         assert rank.said[-1] == (2, "ack") and rank.last.abort_ack.unsettled
 
     with subtests.test("giving everything up lets go of unsettled pages too"):
@@ -61,7 +61,7 @@ def test_an_end_that_is_not_known_is_told_as_such(subtests):
         failing.failure, failing.unsettled = "connection reset", True
         rank.turn()
         assert rank.ends == []
-        rank.rooms.give_up_all()
+        rank.transfers.give_up_all()
         assert rank.outcome.error == "connection reset"
         rank.now_s = 1000.0
         rank.turn()
@@ -85,13 +85,13 @@ def test_peers_after_a_failed_write(subtests):
         failing.failure = "connection reset"
         rank.turn()
         assert rank.transport.peers == {str(DECODE)}
-        rank.ticket(room=C)  # or the broken connection would never rest
+        rank.ticket(transfer_id=C)  # or the broken connection would never rest
         assert rank.take_said() == ["accepted", "accepted", "failed", "refused"]
         other.done = True
         rank.turn()
         assert rank.take_said() == ["landed"]
         assert rank.transport.peers == set()
-        rank.ticket(room=D)
+        rank.ticket(transfer_id=D)
         assert rank.take_said() == ["accepted"]
         assert rank.transport.peers == {str(DECODE)}
 
@@ -99,7 +99,7 @@ def test_peers_after_a_failed_write(subtests):
         rank = Rank(refuses="no route")
         rank.ticket()
         rank.transport.refuses = ""
-        rank.ticket(room=B)
+        rank.ticket(transfer_id=B)
         assert rank.take_said() == ["refused", "accepted"]
 
 
@@ -113,24 +113,24 @@ def test_writes_that_do_not_end(subtests):
         assert (rank.failed, rank.take_said()) == ([], ["accepted"])
         rank.now_s = 130.0
         rank.turn()
-        assert [(room, end.outcome, end.error) for room, end in rank.failed] == [
+        assert [(transfer_id, end.outcome, end.error) for transfer_id, end in rank.failed] == [
             (A, Outcome.FAILED, "a write has not ended in 30 s")
         ]
-        rank.rooms.abort(1, A)
+        rank.transfers.abort(1, A)
         rank.ticket(B)  # the connection is in doubt
         rank.turn()
         assert (rank.take_said(), rank.ends) == (["refused"], [])
         stuck.done = True
         rank.turn()
         assert (rank.take_said(), rank.last.abort_ack.unsettled) == (["ack"], False)
-        assert [room for room, _ in rank.ends] == [A]
+        assert [transfer_id for transfer_id, _ in rank.ends] == [A]
         rank.ticket(C)
         assert rank.take_said() == ["accepted"]
 
     with subtests.test("an aborted write that does not end puts its connection in doubt too"):
         rank = Rank()
         rank.write(A)
-        rank.rooms.abort(1, A)
+        rank.transfers.abort(1, A)
         rank.now_s = 130.0
         rank.turn()
         rank.ticket(B)
@@ -144,7 +144,7 @@ def test_writes_that_do_not_end(subtests):
             rank.now_s = 130.0
             rank.turn()
             if aborted:
-                rank.rooms.abort(1, A)
+                rank.transfers.abort(1, A)
             rank.take_said()
             rank.now_s = 429.9
             rank.turn()
@@ -153,19 +153,19 @@ def test_writes_that_do_not_end(subtests):
             rank.turn()
             assert rank.take_said() == ["ack" if aborted else "failed"]
             assert (rank.last.abort_ack if aborted else rank.last.status).unsettled
-            assert (rank.rooms.open_rooms, rank.rooms.writes_in_flight, rank.ends) == (0, 1, [])
+            assert (rank.transfers.open_transfers, rank.transfers.writes_in_flight, rank.ends) == (0, 1, [])
             rank.now_s = 435.0
             rank.turn()
-            assert [room for room, _ in rank.ends] == [A]
+            assert [transfer_id for transfer_id, _ in rank.ends] == [A]
             rank.ticket(B, until_s=500.0)
             assert rank.take_said() == ["refused"]
             if end == "never":
-                rank.rooms.give_up_all()
-                assert rank.rooms.writes_in_flight == 0 and len(rank.ends) == 1
+                rank.transfers.give_up_all()
+                assert rank.transfers.writes_in_flight == 0 and len(rank.ends) == 1
                 continue
             stuck.done, stuck.failure = end == "lands", "cut" if end == "fails" else ""
             rank.turn()
-            assert (rank.rooms.writes_in_flight, rank.transport.peers) == (0, set())
+            assert (rank.transfers.writes_in_flight, rank.transport.peers) == (0, set())
             rank.ticket(C, until_s=500.0)
             assert rank.take_said() == ["accepted"]
 
@@ -174,19 +174,19 @@ def test_writes_that_are_slow_are_not_late(subtests):
     with subtests.test("on a slow path no write is late while others land until it must be"):
         rank = Rank()
         rank.write(A)
-        rank.rooms.renew(1, A, 1000.0)
-        for room in range(20, 34):
+        rank.transfers.renew(1, A, 1000.0)
+        for transfer_id in range(20, 34):
             rank.now_s += 20.0
-            rank.ticket(Room(room), until_s=1000.0)
-            rank.request(Room(room))
-            rank.pages(0, 10, Room(room))
+            rank.ticket(TransferId(transfer_id), until_s=1000.0)
+            rank.request(TransferId(transfer_id))
+            rank.pages(0, 10, TransferId(transfer_id))
             rank.turn()
             rank.transport.writes[-1].done = True
             rank.turn()
         assert (rank.now_s, rank.failed) == (380.0, [])
         rank.now_s = 400.0
         rank.turn()
-        assert [room for room, _ in rank.failed] == [A]
+        assert [transfer_id for transfer_id, _ in rank.failed] == [A]
 
     with subtests.test("a write that landed while the rank stood still is not late"):
         rank = Rank()

@@ -7,28 +7,28 @@ import pytest
 from services.transfer.sending import receivers as failures_module
 from services.transfer.sending.receivers import MAX_FAILURES, MIN_SPAN_S, TransportBroken
 from services.transfer.transport import Unsettled
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 from transfer.receiving.link_pair import Pair
-from transfer.sending.room_rank import DECODE, OTHER_DECODE, Rank
+from transfer.sending.sending_rank import DECODE, OTHER_DECODE, Rank
 
 LIVES = [RankId("decode", 0, Generation(20 + life)) for life in range(20)]
 
 
 class Transfers(Rank):
-    """Transfers to any decode rank, each in a room of its own."""
+    """Transfers to any decode rank, each with an id of its own."""
 
-    last_room = 0
+    last_transfer = 0
 
     def __init__(self):
         super().__init__()
         self.link_up(2, OTHER_DECODE)
 
     def begin(self, link_id=1, decode=DECODE):
-        self.last_room += 1
-        room = Room(self.last_room)
-        self.ticket(room, link_id=link_id, until_s=self.now_s + 1000)
-        self.request(room, decode=decode)
-        self.pages(0, 10, room)
+        self.last_transfer += 1
+        transfer_id = TransferId(self.last_transfer)
+        self.ticket(transfer_id, link_id=link_id, until_s=self.now_s + 1000)
+        self.request(transfer_id, decode=decode)
+        self.pages(0, 10, transfer_id)
         self.turn()
 
     def fail(self, link_id=1, decode=DECODE, after_s=10.0):
@@ -60,7 +60,7 @@ def test_a_rank_that_cannot_write_ends(subtests):
 
     with subtests.test("with nobody to compare with the rank ends"):
         rank = Transfers()
-        rank.rooms.link_lost(2)
+        rank.transfers.link_lost(2)
         with pytest.raises(TransportBroken):
             for _ in range(MAX_FAILURES + 3):
                 rank.fail(after_s=MIN_SPAN_S / 4)
@@ -69,7 +69,7 @@ def test_a_rank_that_cannot_write_ends(subtests):
         with subtests.test("writes that do not end count each time they turn somebody away", others=others):
             rank = Transfers()
             if not others:
-                rank.rooms.link_lost(2)
+                rank.transfers.link_lost(2)
             rank.begin()
             rank.now_s += 30.0
             rank.turn()
@@ -119,25 +119,25 @@ def test_decode_ranks_that_die_end_nobody(subtests):
         with subtests.test("a decode rank that dies with many writes under way ends nobody", others=others):
             rank = Transfers()
             if not others:
-                rank.rooms.link_lost(2)
+                rank.transfers.link_lost(2)
             for _ in range(20):
                 rank.begin()
             for write in rank.transport.writes:
                 write.failure, write.unsettled = "connection reset", True
                 rank.now_s += 10.0  # it takes its time
                 rank.turn()
-            rank.rooms.link_lost(1)
+            rank.transfers.link_lost(1)
             rank.now_s += MIN_SPAN_S
             rank.turn()
 
     with subtests.test("a decode rank that dies again and again ends nobody"):
         rank = Transfers()
-        rank.rooms.link_lost(1)
-        rank.rooms.link_lost(2)
+        rank.transfers.link_lost(1)
+        rank.transfers.link_lost(2)
         for link_id, life in enumerate(LIVES, start=3):
             rank.link_up(link_id, life)
             rank.fail(link_id, life, after_s=MIN_SPAN_S)
-            rank.rooms.link_lost(link_id)
+            rank.transfers.link_lost(link_id)
 
     with subtests.test("two decode ranks that die together end nobody"):
         # Their host is gone; what was under way fails, and their streams a little later.
@@ -150,8 +150,8 @@ def test_decode_ranks_that_die_end_nobody(subtests):
             rank.turn()
         rank.now_s += MIN_SPAN_S
         rank.turn()
-        rank.rooms.link_lost(1)
-        rank.rooms.link_lost(2)
+        rank.transfers.link_lost(1)
+        rank.transfers.link_lost(2)
         rank.turn()
 
 
@@ -166,7 +166,7 @@ async def test_a_sender_whose_transport_is_broken_says_so_and_ends(make_pool, mo
     ends = []
     for _ in range(MAX_FAILURES):
         watch = pair.send_ticket(link, (1, 2, 3))
-        ends.append(prefill.request(watch.room, 10, (1, 2, 3)))
+        ends.append(prefill.request(watch.transfer_id, 10, (1, 2, 3)))
         with pytest.raises(Exception, match="the network is down"):
             await watch.outcome()
     async with asyncio.timeout(20):

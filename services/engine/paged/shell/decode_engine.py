@@ -1,7 +1,7 @@
 """The decode role of our own engines reserves pages, has the delta written, and generates.
 
-transfer/receiving/room_watch.py knows whether units that somebody else writes may be reused. If they may not,
-they are kept from reuse here when their request ends.
+transfer/receiving/transfer_watch.py knows whether units that somebody else writes may be reused. If they may
+not, they are kept from reuse here when their request ends.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from services.transfer.waits import both
 from services.values.errors import PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import KvLayout
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Plan, RankId, Rendezvous, Room
+from services.values.rank import Plan, RankId, Rendezvous, TransferId
 from services.values.request import Admitted, GenerationRequest, Output, PrefillResult, Pulled
 
 log = logging.getLogger(__name__)
@@ -158,13 +158,13 @@ class PagedDecodeEngine(TransferringEngine):
             link = await self._links.link(peer)
         except StaleGeneration as error:
             raise PeerFailed(str(error)) from error
-        room = Room(secrets.randbits(64))
-        delta = _Delta(self, seq, link, room)
+        transfer_id = TransferId(secrets.randbits(64))
+        delta = _Delta(self, seq, link, transfer_id)
         began = time.monotonic()
         delta.reserve(reserved)
         try:
             prefill, (landed, digested_pages) = await both(
-                remote_prefill(seq.request, Rendezvous(room, self._own_id, peer.id)),
+                remote_prefill(seq.request, Rendezvous(transfer_id, self._own_id, peer.id)),
                 delta.landed_as_written(),
                 delta.attend(mailbox),
                 patience_s=_ANSWER_PATIENCE_S,
@@ -219,8 +219,10 @@ class PagedDecodeEngine(TransferringEngine):
 
 
 class _Delta(Delta):
-    def __init__(self, engine: TransferringEngine, seq: Sequence, link: SenderLink, room: Room) -> None:
-        super().__init__(engine, seq.request.request_id, link, link.layout, room)
+    def __init__(
+        self, engine: TransferringEngine, seq: Sequence, link: SenderLink, transfer_id: TransferId
+    ) -> None:
+        super().__init__(engine, seq.request.request_id, link, link.layout, transfer_id)
         self._seq = seq
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
 

@@ -1,7 +1,7 @@
 """A delta is what a ticket asks a writer for; this follows it on the receiving rank, until it landed as
 written.
 
-transfer/receiving/room_watch.py knows whether somebody may still write the pages.
+transfer/receiving/transfer_watch.py knows whether somebody may still write the pages.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from services.kv.page_digest import differing_pages
 from services.kv.ticket import make_ticket, targets_of
 from services.kv.transfer_plan import moved_bytes
-from services.transfer.receiving.room_watch import Landed, RoomWatch
 from services.transfer.receiving.sender_links import SenderLink
+from services.transfer.receiving.transfer_watch import Landed, TransferWatch
 from services.values.errors import KvCorrupt, PeerFailed
 from services.values.kv import KvLayout, PageId
-from services.values.rank import Room
+from services.values.rank import TransferId
 
 if TYPE_CHECKING:
     from services.engine.paged.shell.transferring_engine import TransferringEngine
@@ -46,21 +46,21 @@ class Delta:
         request_id: str,
         link: SenderLink,
         layout: KvLayout,
-        room: Room,
+        transfer_id: TransferId,
     ) -> None:
         self.engine = engine
         self.lease = engine.lease
         self._request_id = request_id
         self._link = link
         self._layout = layout  # It has the groups that are transferred.
-        self._room = room
-        self._want_digests = engine.wants_digests(room)
-        self._watch: RoomWatch | None = None  # It belongs to the last ticket.
+        self._transfer_id = transfer_id
+        self._want_digests = engine.wants_digests(transfer_id)
+        self._watch: TransferWatch | None = None  # It belongs to the last ticket.
         self._units: tuple[tuple[PageId, ...], ...] = ()  # The writer writes into these units, by pool.
         self.start = self._end = 0  # They are in tokens.
 
     @property
-    def watch(self) -> RoomWatch:
+    def watch(self) -> TransferWatch:
         assert self._watch is not None, "send_ticket comes first"
         return self._watch
 
@@ -75,7 +75,7 @@ class Delta:
         shadowed = (tuple(pages),) * len(self._layout.draft_group)
         self._units = (tuple(pages), *map(tuple, carried), *shadowed)
         ticket = make_ticket(
-            self._room,
+            self._transfer_id,
             self._link.address.id.generation,
             end,
             start,
@@ -122,7 +122,7 @@ class Delta:
             "kv_digest_mismatch request_id=%s prefill=%s room=%016x group=%d page=%d differing=%d pages=%d",
             self._request_id,
             self._link.address.id,
-            self._room,
+            self._transfer_id,
             *wrong[0],
             len(wrong),
             sum(map(len, self._units)),

@@ -22,10 +22,10 @@ from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.take_overs import Declined
 from services.kv.hand_over import IdlePrefix
-from services.process.turn_watch import TurnWatch, stack_of
+from services.process.iteration_watch import IterationWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
 from services.values.kv import CacheEvents, PageBooks, PullRequest
-from services.values.rank import Room
+from services.values.rank import TransferId
 from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class EndQuarantine:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomEnded:
+class TransferEnded:
     seq: Sequence
 
 
@@ -81,7 +81,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class EndGrant:
-    room: Room
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class PullFailed:
 @dataclass(frozen=True, slots=True)
 class SetAside:
     seq: Sequence
-    room: Room
+    transfer_id: TransferId
     end: int  # It is in tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class EndAside:
-    room: Room
+    transfer_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Stop:
 PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
 HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
 TierCommand = TierNews | GiveUpTiers
-OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | RoomEnded
+OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | TransferEnded
 Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | CheckBooks | Stop
 
 
@@ -194,7 +194,7 @@ class EngineThread:
         self._failures: list[tuple[Sequence, Failed]] = []
         self._busy = False  # Another step would change something without a new command.
         self._frees = False
-        self.watch = TurnWatch()
+        self.watch = IterationWatch()
         self._started: asyncio.Future[EngineCore] = loop.create_future()
         self._gone = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -301,8 +301,8 @@ class EngineThread:
                 core.cancel(seq, quarantine=quarantine)
             case EndQuarantine(seq):
                 core.end_quarantine(seq)
-            case RoomEnded(seq):
-                core.room_ended(seq)
+            case TransferEnded(seq):
+                core.transfer_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
             case TierNews() | GiveUpTiers():
@@ -335,7 +335,7 @@ class EngineThread:
             if core.failed_steps >= _MAX_FAILED_STEPS:
                 raise
             failure = Failed(Unavailable(f"the engine failed: {error}"))
-            self._busy = True  # There may be room now for waiting sequences.
+            self._busy = True  # There may be transfer now for waiting sequences.
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
     def _report(self, core: EngineCore) -> None:
@@ -367,20 +367,20 @@ def _apply_to_pull(core: EngineCore, command: Command) -> None:
     match command:
         case Grant(request, answer):
             ids, salt = request.token_ids, request.cache_salt
-            if (granted := core.pulls.grant(request.room, ids, salt, request.least_end)) is not None:
+            if (granted := core.pulls.grant(request.transfer_id, ids, salt, request.least_end)) is not None:
                 answer(granted)
-        case EndGrant(room):
-            core.pulls.grant_ended(room)
+        case EndGrant(transfer_id):
+            core.pulls.grant_ended(transfer_id)
         case PullUpTo(seq, end):
             core.pulls.up_to(seq, end)
         case PullLanded(seq, end, with_draft):
             core.pulls.landed(seq, end, with_draft=with_draft)
         case PullFailed(seq):
             core.pulls.failed(seq)
-        case SetAside(seq, room, end):
-            core.pulls.set_aside(seq, room, end)
-        case EndAside(room):
-            core.pulls.end_aside(room)
+        case SetAside(seq, transfer_id, end):
+            core.pulls.set_aside(seq, transfer_id, end)
+        case EndAside(transfer_id):
+            core.pulls.end_aside(transfer_id)
 
 
 def _checked(core: EngineCore) -> PageBooks | AssertionError:

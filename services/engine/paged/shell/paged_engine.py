@@ -49,7 +49,7 @@ from services.grammar.matcher import Matcher
 from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache, SequencePages
-from services.process.turn_watch import TurnWatch, until_it_hangs
+from services.process.iteration_watch import IterationWatch, until_it_hangs
 from services.tier.thread import TierThread
 from services.values.errors import Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
@@ -131,7 +131,7 @@ class Mailbox:
 
 
 class PagedEngine:
-    tells_resume_points = True
+    reports_checkpoints = True
     takes_turns = True
 
     def __init__(
@@ -163,7 +163,7 @@ class PagedEngine:
         self._hangs = False
         self._warm_up_s = 0.0
         self._tiers: Tiering | None = None
-        self._watches: list[TurnWatch] = []
+        self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
     # -- the boundary -----------------------------------------------------------------------------
@@ -372,7 +372,7 @@ class PagedEngine:
         return runner.draft.lent if runner.draft is not None else note
 
     def _watch(
-        self, watch: TurnWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
+        self, watch: IterationWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs
     ) -> None:
         """Handle a thread that hangs like a crash with `error`.
 

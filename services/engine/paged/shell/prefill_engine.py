@@ -10,12 +10,12 @@ from services.engine.paged.core_events import Offer, Offered, Reserved, Token
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.delta import DEFAULT_LEASE, WriteLease
-from services.engine.paged.shell.engine_thread import Cancel, RoomEnded, Submit
+from services.engine.paged.shell.engine_thread import Cancel, Submit, TransferEnded
 from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox
 from services.engine.paged.shell.transferring_engine import OpenChannel, TransferringEngine
 from services.net import channels
 from services.transfer.sending.handshake_server import HandshakeService
-from services.transfer.sending.room import Outcome, RoomEnd
+from services.transfer.sending.sending_transfer import Outcome, TransferEnd
 from services.transfer.transport import Transport
 from services.transfer.waits import both
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
@@ -74,20 +74,20 @@ class PagedPrefillEngine(TransferringEngine):
             )
         seq = self._sequence(request, matcher=await self._matcher(request))
         seq.single_token = True
-        seq.room, seq.room_open = rendezvous.room, True
+        seq.transfer_id, seq.transfer_open = rendezvous.transfer_id, True
         with self.mailbox(seq) as mailbox:
             # Pages of a transfer that is not open are dropped, and the first may be offered at once.
-            ended, computed = self._open_room(seq, rendezvous), _Computed(partial(self.pull, seq))
+            ended, computed = self._open_transfer(seq, rendezvous), _Computed(partial(self.pull, seq))
             self.post(Submit(seq))
             try:
                 (reserved, pulled, token), end = await both(
-                    computed.wait(), _room_end(ended), computed.attend(mailbox)
+                    computed.wait(), _transfer_end(ended), computed.attend(mailbox)
                 )
             except IsthmusError as error:
-                self.sender.fail_room(rendezvous.room, str(error))
+                self.sender.fail_transfer(rendezvous.transfer_id, str(error))
                 raise
             except BaseException:
-                self.sender.cancel_room(rendezvous.room)
+                self.sender.cancel_transfer(rendezvous.transfer_id)
                 raise
             finally:
                 # This has no effect on a sequence that has ended; the transfer's end gives its pages back.
@@ -104,26 +104,28 @@ class PagedPrefillEngine(TransferringEngine):
             pulled=pulled,
         )
 
-    def _open_room(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[RoomEnd]:
+    def _open_transfer(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[TransferEnd]:
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[RoomEnd] = loop.create_future()
+        ended: asyncio.Future[TransferEnd] = loop.create_future()
 
-        def on_failed(end: RoomEnd) -> None:  # The sender's thread calls on_failed and on_end.
+        def on_failed(end: TransferEnd) -> None:  # The sender's thread calls on_failed and on_end.
             loop.call_soon_threadsafe(_set_result, ended, end)
 
-        def on_end(end: RoomEnd) -> None:
-            self.post(RoomEnded(seq))
+        def on_end(end: TransferEnd) -> None:
+            self.post(TransferEnded(seq))
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         prompt_len = len(seq.request.all_ids)
-        self.sender.open_room(rendezvous.room, prompt_len, rendezvous.decode, on_end, on_failed=on_failed)
+        self.sender.open_transfer(
+            rendezvous.transfer_id, prompt_len, rendezvous.decode, on_end, on_failed=on_failed
+        )
         return ended
 
     def _hand_on(self, event: Offer) -> None:  # The engine's thread calls this.
         if isinstance(event, Offered):
-            self.sender.pages_ready(event.room, event.start_token, event.end_token, event.pages)
+            self.sender.pages_ready(event.transfer_id, event.start_token, event.end_token, event.pages)
         else:
-            self.sender.carried_ready(event.room, event.units)
+            self.sender.carried_ready(event.transfer_id, event.units)
 
 
 class _Computed:
@@ -148,7 +150,7 @@ class _Computed:
         raise ProtocolError(f"{await mailbox.get()!r} came after the only token")
 
 
-async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:
+async def _transfer_end(ended: asyncio.Future[TransferEnd]) -> TransferEnd:
     end = await ended
     if end.error is None:
         return end
@@ -156,6 +158,6 @@ async def _room_end(ended: asyncio.Future[RoomEnd]) -> RoomEnd:
     raise (Aborted if end.outcome is Outcome.ABORTED else PeerFailed)(end.error)
 
 
-def _set_result(future: asyncio.Future[RoomEnd], end: RoomEnd) -> None:
+def _set_result(future: asyncio.Future[TransferEnd], end: TransferEnd) -> None:
     if not future.done():
         future.set_result(end)

@@ -34,12 +34,12 @@ from services.engine.paged.shell.engine_thread import (
 )
 from services.kv.handshake import PullEffect, PullEvent, PullState, step_pull
 from services.transfer.receiving.sender_links import PullRefused, SenderConnections, SenderLink
-from services.transfer.sending.room import RoomEnd
 from services.transfer.sending.sender import KvSender
+from services.transfer.sending.sending_transfer import TransferEnd
 from services.transfer.waits import both, within
 from services.values.errors import IsthmusError, KvCorrupt, PeerFailed, ProtocolError
 from services.values.kv import PullGrant, PullRequest
-from services.values.rank import PullSource, RankId, Room
+from services.values.rank import PullSource, RankId, TransferId
 from services.values.request import Pulled
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class _Pull:
         self._given_limit_s = limit_s
         self._limit_s = self._limit_up_to(self._wanted.expected_end)
         self._grant_s = min(BOUNDS.grant_s, self._limit_s)
-        self._room = Room(secrets.randbits(64))
+        self._transfer_id = TransferId(secrets.randbits(64))
         self._state = PullState.ASKED
         self._link: SenderLink | None = None
         self._grant: PullGrant | None = None
@@ -131,7 +131,7 @@ class _Pull:
         self.told = Pulled()
 
     def __repr__(self) -> str:
-        return f"_Pull({self._room:016x} from {self._source.rank.id} {self._state.name})"
+        return f"_Pull({self._transfer_id:016x} from {self._source.rank.id} {self._state.name})"
 
     def _limit_up_to(self, end: int) -> float:
         if self._given_limit_s is not None:
@@ -166,7 +166,7 @@ class _Pull:
         self._link = link = await self._links.link(self._source.rank)
         wanted, seq = self._wanted, self._seq
         request = PullRequest(
-            self._room,
+            self._transfer_id,
             self._source.rank.id.generation,
             seq.request.cache_salt,
             tuple(seq.ids[: wanted.end]),
@@ -240,7 +240,7 @@ class _Pull:
                 self._send_ticket()
             case PullEffect.END_GRANT:
                 if self._link is not None:
-                    self._link.end_grant(self._room)
+                    self._link.end_grant(self._transfer_id)
             case PullEffect.GIVE_UP:
                 assert self._delta is not None
                 self._delta.watch.abort()
@@ -249,8 +249,8 @@ class _Pull:
                 self._engine.post(PullLanded(self._seq, self._grant.end, self._grant.with_draft))
             case PullEffect.SET_ASIDE:
                 assert self._grant is not None and self._delta is not None
-                self._engine.post(SetAside(self._seq, self._room, self._grant.end))
-                ended = partial(self._engine.post, EndAside(self._room))
+                self._engine.post(SetAside(self._seq, self._transfer_id, self._grant.end))
+                ended = partial(self._engine.post, EndAside(self._transfer_id))
                 self._engine.when_stopped(self._delta.watch, ended)
             case PullEffect.COMPUTE:
                 self._engine.post(PullFailed(self._seq))
@@ -260,8 +260,8 @@ class _Pull:
         end, page_size = self._grant.end, self._engine.layout.page_size
         start = min(self._reserved.prefix_len, end)
         layout = self._link.layout if self._grant.with_draft else replace(self._link.layout, draft=None)
-        engine, room = self._engine, self._room
-        delta = Delta(engine, self._seq.request.request_id, self._link, layout, room)
+        engine, transfer_id = self._engine, self._transfer_id
+        delta = Delta(engine, self._seq.request.request_id, self._link, layout, transfer_id)
         self._delta = delta
         pages = self._reserved.delta_pages[: (end - start) // page_size]
         delta.send_ticket(start, end, pages, self._reserved.carried)
@@ -298,22 +298,22 @@ class Lending:
 
     def requested(self, link_id: int, puller: RankId, request: PullRequest) -> None:
         if request.holder_generation != self._own_id.generation or self._engine.is_stopping:
-            self._sender.refuse_pull(link_id, request.room, "gone")
+            self._sender.refuse_pull(link_id, request.transfer_id, "gone")
             return
         self._engine.post(Grant(request, partial(self._answer, link_id, puller, request)))
 
     def _answer(self, link_id: int, puller: RankId, request: PullRequest, answer: Granted | Refused) -> None:
-        room, sender = request.room, self._sender
+        transfer_id, sender = request.transfer_id, self._sender
         if isinstance(answer, Refused):
-            sender.refuse_pull(link_id, room, answer.word, answer.held_tokens)
+            sender.refuse_pull(link_id, transfer_id, answer.word, answer.held_tokens)
             return
         patience_s = min(_MOST_KEPT_S, request.keep_until_s - sender.clock())
-        ended: Callable[[RoomEnd], None] = partial(self._ended, room)
-        sender.open_room(room, answer.end, puller, ended, patience_s, with_draft=answer.with_draft)
-        sender.pages_ready(room, 0, answer.end, answer.pages)
+        ended: Callable[[TransferEnd], None] = partial(self._ended, transfer_id)
+        sender.open_transfer(transfer_id, answer.end, puller, ended, patience_s, with_draft=answer.with_draft)
+        sender.pages_ready(transfer_id, 0, answer.end, answer.pages)
         if answer.carried:
-            sender.carried_ready(room, answer.carried)
-        sender.grant(link_id, PullGrant(room, answer.end, answer.with_draft))
+            sender.carried_ready(transfer_id, answer.carried)
+        sender.grant(link_id, PullGrant(transfer_id, answer.end, answer.with_draft))
 
-    def _ended(self, room: Room, end: RoomEnd) -> None:
-        self._engine.post(EndGrant(room))
+    def _ended(self, transfer_id: TransferId, end: TransferEnd) -> None:
+        self._engine.post(EndGrant(transfer_id))

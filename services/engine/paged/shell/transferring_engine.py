@@ -28,14 +28,14 @@ from services.engine.paged.shell.taking_over import TakingOver
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import is_sampled
 from services.net import channels
-from services.transfer.receiving.room_watch import RoomWatch
 from services.transfer.receiving.sender_links import SenderConnections
+from services.transfer.receiving.transfer_watch import TransferWatch
 from services.transfer.sending.handshake_server import HandshakeService
 from services.transfer.sending.sender import KvSender
 from services.transfer.transport import Transport
 from services.transfer.waits import Hearing
 from services.values.errors import ProtocolError
-from services.values.rank import RankId, Room
+from services.values.rank import RankId, TransferId
 from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, Pulled
 
@@ -77,9 +77,9 @@ class TransferringEngine(PagedEngine):
 
     def load(self) -> RankLoad:
         load, sender = super().load(), self._sender
-        if sender is None or not (sender.open_rooms or sender.kv_paths):
+        if sender is None or not (sender.open_transfers or sender.kv_paths):
             return load  # This avoids a copy at every step of a decode rank that lends nothing at present.
-        return replace(load, open_rooms=sender.open_rooms, kv_paths=sender.kv_paths)
+        return replace(load, open_transfers=sender.open_transfers, kv_paths=sender.kv_paths)
 
     async def _start_sender(self, open_writer: Callable[[], Transport]) -> None:
         loop = asyncio.get_running_loop()
@@ -151,21 +151,21 @@ class TransferringEngine(PagedEngine):
         lend = self._lending.requested if self._lending is not None else None
         return HandshakeService(sender, self._sender_gone, lend)
 
-    def wants_digests(self, room: Room) -> bool:
-        return is_sampled(room, self._digest_share)
+    def wants_digests(self, transfer_id: TransferId) -> bool:
+        return is_sampled(transfer_id, self._digest_share)
 
-    def begin_quarantine(self, seq: Sequence, watch: RoomWatch) -> None:
+    def begin_quarantine(self, seq: Sequence, watch: TransferWatch) -> None:
         self.post(Cancel(seq, quarantine=True))
         self.when_stopped(watch, lambda: self.post(EndQuarantine(seq)))
 
-    def when_stopped(self, watch: RoomWatch, ended: Callable[[], None]) -> None:
+    def when_stopped(self, watch: TransferWatch, ended: Callable[[], None]) -> None:
         """Call `ended` once the writer can write no more. The engine does not stop before that."""
 
         async def wait() -> None:
             await watch.writer_stopped(self.lease.fence_margin_s)
             ended()
 
-        task = asyncio.create_task(wait(), name=f"quarantine-{watch.room:016x}")
+        task = asyncio.create_task(wait(), name=f"quarantine-{watch.transfer_id:016x}")
         self._quarantines.add(task)
         task.add_done_callback(self._quarantines.discard)
 

@@ -30,10 +30,10 @@ class DecodeEnd(OwnProcess):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._directories: dict[str, Directory] = {}
         self._lookups = Lookups(self._request_directory)
-        self._rooms: dict[
+        self._transfers: dict[
             int, set[str]
         ] = {}  # It maps open transfers to the prefill processes that write them.
-        self._rooms_lock = threading.Lock()
+        self._transfers_lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def _start_decode_listener_thread(self) -> None:
@@ -98,24 +98,26 @@ class DecodeEnd(OwnProcess):
 
     def send_to_prefill(self, endpoint: str, message: handshake_pb2.HandshakeMessage) -> None:
         if message.HasField("ticket"):
-            with self._rooms_lock:
-                self._rooms.setdefault(message.ticket.room, set()).add(endpoint)
+            with self._transfers_lock:
+                self._transfers.setdefault(message.ticket.room, set()).add(endpoint)
         self._loop_thread.soon(self._decode_streams.send, endpoint, message)
 
-    def forget_room(self, room: int) -> None:
-        with self._rooms_lock:
-            self._rooms.pop(room, None)
+    def forget_transfer(self, transfer_id: int) -> None:
+        with self._transfers_lock:
+            self._transfers.pop(transfer_id, None)
 
     def _on_stream_lost(self, endpoint: str, reason: str) -> None:
         """Fail the transfers that the stream's process would have written; this runs on the loop.
 
         The worker's directory is requested again.
         """
-        with self._rooms_lock:
-            rooms = [room for room, endpoints in self._rooms.items() if endpoint in endpoints]
-        for room in rooms:
-            if room in self.request_status and self.check_status(room) != KVPoll.Success:
-                self._fail_room(room, f"the handshake stream to {endpoint} was lost: {reason}")
+        with self._transfers_lock:
+            transfers = [
+                transfer_id for transfer_id, endpoints in self._transfers.items() if endpoint in endpoints
+            ]
+        for transfer_id in transfers:
+            if transfer_id in self.request_status and self.check_status(transfer_id) != KVPoll.Success:
+                self._fail_transfer(transfer_id, f"the handshake stream to {endpoint} was lost: {reason}")
         with self.connection_lock:
             for address, directory in list(self._directories.items()):
                 if endpoint in directory.endpoints.values():

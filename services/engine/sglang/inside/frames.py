@@ -42,7 +42,7 @@ POLL_SUCCESS = 4
 _NUM_REGISTRATION_FRAMES = 25  # The guard is one of them.
 # Only SGLang itself reads these frames of the registration, counted without the guard.
 _OPAQUE = (7, 12, 13, 14, 15, 19, 21, 22, 23)
-_MAX_ROOM = 1 << 63
+_MAX_TRANSFER_ID = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,8 @@ def metadata_frames(ticket: handshake_pb2.KvTicket, agent_name: str, back: Retur
 
     Raises ProtocolError where the ticket's runs or transfer id cannot be SGLang's.
     """
-    if not 0 < ticket.room < _MAX_ROOM:
-        raise ProtocolError(f"room {ticket.room:016x} is not one that SGLang can name")
+    if not 0 < ticket.room < _MAX_TRANSFER_ID:
+        raise ProtocolError(f"transfer {ticket.room:016x} is not one that SGLang can name")
     pages = indices_of_runs(ticket.runs)
     return [
         GUARD,
@@ -195,7 +195,7 @@ def status_of_frames(frames: Frames) -> handshake_pb2.Status:
         POLL_FAILED: handshake_pb2.Status.STATE_FAILED,
     }
     if len(frames) < 4 or frames[0] != _STATUS or _number(frames[2]) not in states:
-        raise ProtocolError(f"not a last word on a room: {frames[:3]!r}")
+        raise ProtocolError(f"not a last word on a transfer: {frames[:3]!r}")
     reason = frames[4].decode(errors="replace") if len(frames) > 4 else ""
     return handshake_pb2.Status(room=_number(frames[1]), state=states[_number(frames[2])], reason=reason)
 

@@ -147,7 +147,7 @@ class _DecodeProcess:
     hello: handshake_pb2.Hello
     peer: Hello
     outbox: asyncio.Queue[_Message] = field(default_factory=asyncio.Queue)
-    rooms: set[int] = field(default_factory=set)
+    transfers: set[int] = field(default_factory=set)
 
     def send(self, **word: object) -> None:
         self.outbox.put_nowait(_Message(**word))  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             log.info("kv_status_undelivered endpoint=%s", endpoint)
             return
         word = message.status if message.HasField("status") else message.abort_ack
-        stream.rooms.discard(word.room)
+        stream.transfers.discard(word.room)
         stream.outbox.put_nowait(message)
 
     async def Connect(
@@ -217,7 +217,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             case "ticket":
                 self._take_ticket(stream, message.ticket)
             case "abort":
-                stream.rooms.discard(message.abort.room)
+                stream.transfers.discard(message.abort.room)
                 self._deliver(frames.abort_frames(message.abort, stream.back))
             case "renew":
                 pass  # SGLang's decode keeps the pages until the final message, so there is no lease.
@@ -234,7 +234,7 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
             stream.send(status=_Status(room=ticket.room, state=_Status.STATE_REFUSED, reason=str(error)))
             self._refuse(ticket.room, str(error))
             return
-        stream.rooms.add(ticket.room)
+        stream.transfers.add(ticket.room)
         stream.send(status=_Status(room=ticket.room, state=_Status.STATE_ACCEPTED))
 
     def _check(self, stream: _DecodeProcess, ticket: handshake_pb2.KvTicket) -> None:
@@ -249,9 +249,9 @@ class PrefillStreams(handshake_pb2_grpc.HandshakeServicer):
 
     def _lose(self, stream: _DecodeProcess) -> None:
         del self._streams[stream.back.endpoint]
-        for room in stream.rooms:
-            self._deliver(frames.abort_frames(handshake_pb2.Abort(room=room), stream.back))
-        log.info("kv_link_lost decode=%s open_rooms=%d", stream.peer.rank, len(stream.rooms))
+        for transfer_id in stream.transfers:
+            self._deliver(frames.abort_frames(handshake_pb2.Abort(room=transfer_id), stream.back))
+        log.info("kv_link_lost decode=%s open_rooms=%d", stream.peer.rank, len(stream.transfers))
 
 
 async def _write_answers(outbox: asyncio.Queue[_Message], context: grpc.aio.ServicerContext) -> None:

@@ -14,7 +14,7 @@ from select import POLLIN  # zmq's is the same.
 from typing import Any
 
 # Conditions without an event (a peer's directory, a timeout) are checked this often.
-_ROOMS_WAIT_MS = 10
+_TRANSFERS_WAIT_MS = 10
 _CONTROLLER_WAIT_MS = 1000
 
 
@@ -36,7 +36,7 @@ class WakeUp:
 
 
 @cache
-def room_news() -> WakeUp:
+def transfer_news() -> WakeUp:
     return WakeUp()
 
 
@@ -45,11 +45,11 @@ def wait_for_news(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) ->
     poller = getattr(scheduler.idle_sleeper, "poller", None)
     if poller is None:
         return  # There is no --sleep-on-idle, or the rank follows another one's requests.
-    news = room_news()
+    news = transfer_news()
     for fd in (news.fd, *more_fds):
         if fd not in poller:
             poller.register(fd, POLLIN)
-    poller.poll(_ROOMS_WAIT_MS)
+    poller.poll(_TRANSFERS_WAIT_MS)
     news.clear()
 
 

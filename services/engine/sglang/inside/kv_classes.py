@@ -81,7 +81,7 @@ class IsthmusKVSender(NixlKVSender):
     def clear(self) -> None:
         super().clear()
         if self.bootstrap_room not in self.kv_mgr.request_status:
-            self.kv_mgr.forget_room(self.bootstrap_room)
+            self.kv_mgr.forget_transfer(self.bootstrap_room)
 
     def _register_prefill_dp_rank(self) -> None:
         reason = "the request does not carry disagg_prefill_dp_rank; there is no registry to put it in"
@@ -149,5 +149,5 @@ class IsthmusKVReceiver(NixlKVReceiver):
         process_reporter().report(ticket)
 
     def _clear(self) -> None:
-        self.kv_mgr.forget_room(self.bootstrap_room)
+        self.kv_mgr.forget_transfer(self.bootstrap_room)
         super()._clear()

@@ -120,9 +120,9 @@ class OwnProcess(NixlKVManager):
         self.server_socket.close(linger=0)
         self.server_socket: Any = self._inbox
 
-    def _fail_room(self, room: int, reason: str) -> None:
+    def _fail_transfer(self, transfer_id: int, reason: str) -> None:
         """Fail a transfer, even before its request arrives, so that it does not wait for another ticket."""
-        self.record_failure(room, reason)
-        if room not in self.request_status:
-            self.update_status(room, KVPoll.Bootstrapping)
-        self.update_status(room, KVPoll.Failed)
+        self.record_failure(transfer_id, reason)
+        if transfer_id not in self.request_status:
+            self.update_status(transfer_id, KVPoll.Bootstrapping)
+        self.update_status(transfer_id, KVPoll.Failed)

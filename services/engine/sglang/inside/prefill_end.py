@@ -12,7 +12,7 @@ from sglang.srt.disaggregation.nixl.conn import KVArgsRegisterInfo, TransferInfo
 from services.engine.sglang.inside import frames
 from services.engine.sglang.inside.frames import Frames
 from services.engine.sglang.inside.handshake_streams import PrefillStreams
-from services.engine.sglang.inside.idle_waits import room_news
+from services.engine.sglang.inside.idle_waits import transfer_news
 from services.engine.sglang.inside.own_process import OwnProcess
 from services.engine.sglang.inside.process_memory import Posted, TpPlace
 from services.engine.sglang.inside.reporter import process_reporter
@@ -53,7 +53,7 @@ class PrefillEnd(OwnProcess):
             message.hello.writer_rank = int(self._prefill_unique_rank())
             return message
 
-        self._prefill_streams = PrefillStreams(own, own_message, self._deliver, self._fail_room)
+        self._prefill_streams = PrefillStreams(own, own_message, self._deliver, self._fail_transfer)
         opening = self._loop_thread.spawn(self._listen())
         self.rank_port = opening.result(_LISTEN_TIMEOUT_S)
         self.local_ip = self._settings.advertise_host
@@ -124,9 +124,9 @@ class PrefillEnd(OwnProcess):
 
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         if status == KVPoll.Transferring:
-            self._posting.room = bootstrap_room  # This thread posts for this transfer now.
+            self._posting.transfer_id = bootstrap_room  # This thread posts for this transfer now.
         super().update_status(bootstrap_room, status)
-        room_news().set()
+        transfer_news().set()
 
     def add_transfer_request(self, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
         """Keep the event of the pages' writing, which SGLang's NIXL drops (see `_until_written`)."""
@@ -141,7 +141,7 @@ class PrefillEnd(OwnProcess):
         The early send of a cached prefix, which needs it, is off (settings.environment); should SGLang rename
         the switch, this still works.
         """
-        for event in self._unwritten.pop(self._posting.room, ()):
+        for event in self._unwritten.pop(self._posting.transfer_id, ()):
             event.synchronize()
 
     def send_kvcache(self, peer_name: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class PrefillEnd(OwnProcess):
     def _count(self, peer_name: str, num_pages: int) -> None:
         peer = self.decode_kv_args_table[peer_name]
         of_model, of_draft = self._memory.written_bytes(peer.dst_kv_item_lens, *self._places(peer))
-        posted = self._posted.setdefault(self._posting.room, Posted())
+        posted = self._posted.setdefault(self._posting.transfer_id, Posted())
         if of_model:
             posted.pages(num_pages, of_model)
         if of_draft:
@@ -169,7 +169,7 @@ class PrefillEnd(OwnProcess):
         """Count windows' tails and states with the last chunk; all that SGLang yields is posted."""
         self._until_written()
         peer = self.decode_kv_args_table[peer_name]
-        posted = self._posted.setdefault(self._posting.room, Posted())
+        posted = self._posted.setdefault(self._posting.transfer_id, Posted())
         for kind, size_bytes in self._memory.written_states(
             prefill_state_indices, peer.dst_state_item_lens, *self._places(peer)
         ):
@@ -180,10 +180,10 @@ class PrefillEnd(OwnProcess):
         reader = TpPlace(peer.decode_tp_rank % peer.decode_tp_size, peer.decode_tp_size)
         return TpPlace(int(self.attn_tp_rank), int(self.attn_tp_size)), reader
 
-    def forget_room(self, room: int) -> None:
+    def forget_transfer(self, transfer_id: int) -> None:
         """Forget a request that has ended, also one that was partly posted and never concluded."""
-        self._posted.pop(room, None)
-        self._unwritten.pop(room, None)
+        self._posted.pop(transfer_id, None)
+        self._unwritten.pop(transfer_id, None)
 
     def conclude_transfer(self, *, bootstrap_room: int, status: Any, **kwargs: Any) -> Any:
         posted = self._posted.pop(bootstrap_room, Posted())
@@ -206,17 +206,17 @@ class PrefillEnd(OwnProcess):
                     process_reporter().report(report)
             self._paths = paths
 
-    def check_ticket_of(self, room: int, num_pages: int) -> None:
+    def check_ticket_of(self, transfer_id: int, num_pages: int) -> None:
         """Fail the transfer unless its tickets all have the `num_pages` to send, in writable memory."""
-        for agent, info in list(self.transfer_infos.get(room, {}).items()):
+        for agent, info in list(self.transfer_infos.get(transfer_id, {}).items()):
             reason = ""
             if agent in self._unusable:
                 reason = f"the decode rank's memory cannot be written: {self._unusable[agent]}"
             elif not info.is_dummy and len(info.dst_kv_indices) != num_pages:
                 reason = (
-                    f"the ticket of room {room:016x} has {len(info.dst_kv_indices)} pages after "
+                    f"the ticket of transfer {transfer_id:016x} has {len(info.dst_kv_indices)} pages after "
                     f"{info.decode_prefix_len} tokens, the prompt needs {num_pages}"
                 )
             if reason:
-                self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+                self.conclude_failure(bootstrap_room=transfer_id, failure_reason=reason)
                 return

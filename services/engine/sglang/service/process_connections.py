@@ -14,7 +14,7 @@ from typing import Any
 from services.engine.sglang import reports
 from services.engine.sglang.reports import REPORTS, Abort, Generate, Moved, Order, Outputs, Report, TicketSent
 from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError, Unavailable
-from services.values.rank import Room
+from services.values.rank import TransferId
 
 log = logging.getLogger(__name__)
 
@@ -190,57 +190,63 @@ def _failure(status: int, message: str) -> IsthmusError:
 
 # A report that is awaited is on its way already, but processes may get little CPU time.
 _REPORT_TIMEOUT_S = 15.0
-_MAX_ROOMS = 4096
+_MAX_TRANSFERS = 4096
 
 
-class RoomReports:
+class TransferReports:
     def __init__(self) -> None:
-        self._tickets: dict[
-            int, tuple[TicketSent, float]
-        ] = {}  # It maps transfers to the ticket, and the time of its report.
+        # It maps transfers to the ticket, and the time of its report.
+        self._tickets: dict[int, tuple[TicketSent, float]] = {}
         self._moved: dict[int, tuple[int, int]] = {}  # It maps transfers to the numbers of reports and bytes.
         self._waiting: dict[int, asyncio.Event] = {}  # The keys are transfers.
 
     def take(self, report: TicketSent | Moved) -> None:
-        room = report.room
+        transfer_id = report.transfer_id
         if isinstance(report, TicketSent):
-            self._tickets[room] = (report, time.monotonic())
+            self._tickets[transfer_id] = (report, time.monotonic())
             _bound(self._tickets)
         else:
-            count, size = self._moved.get(room, (0, 0))
-            self._moved[room] = (count + 1, size + report.size_bytes + sum(report.carried_bytes.values()))
+            count, size = self._moved.get(transfer_id, (0, 0))
+            self._moved[transfer_id] = (
+                count + 1,
+                size + report.size_bytes + sum(report.carried_bytes.values()),
+            )
             _bound(self._moved)
-        if (reported := self._waiting.get(room)) is not None:
+        if (reported := self._waiting.get(transfer_id)) is not None:
             reported.set()
 
-    async def ticket_of(self, room: Room) -> tuple[TicketSent, float]:
+    async def ticket_of(self, transfer_id: TransferId) -> tuple[TicketSent, float]:
         """Return the decode side's ticket for a transfer, and when it was sent (monotonic).
 
         Raises PeerFailed where the plugin reports none.
         """
-        await self._until(room, lambda: room in self._tickets, f"no ticket was reported for {room:016x}")
-        return self._tickets.pop(room)
+        await self._until(
+            transfer_id,
+            lambda: transfer_id in self._tickets,
+            f"no ticket was reported for {transfer_id:016x}",
+        )
+        return self._tickets.pop(transfer_id)
 
-    async def bytes_moved(self, room: Room, num_processes: int) -> int:
+    async def bytes_moved(self, transfer_id: TransferId, num_processes: int) -> int:
         """Return the bytes that all of the rank's processes wrote for a transfer.
 
         Raises PeerFailed without reports.
         """
 
         def all_reported() -> bool:
-            return self._moved.get(room, (0, 0))[0] >= num_processes
+            return self._moved.get(transfer_id, (0, 0))[0] >= num_processes
 
-        await self._until(room, all_reported, f"no writes were reported for {room:016x}")
-        return self._moved.pop(room)[1]
+        await self._until(transfer_id, all_reported, f"no writes were reported for {transfer_id:016x}")
+        return self._moved.pop(transfer_id)[1]
 
-    def forget(self, room: Room) -> None:
-        self._tickets.pop(room, None)
-        self._moved.pop(room, None)
+    def forget(self, transfer_id: TransferId) -> None:
+        self._tickets.pop(transfer_id, None)
+        self._moved.pop(transfer_id, None)
 
-    async def _until(self, room: Room, is_reported: Callable[[], bool], problem: str) -> None:
+    async def _until(self, transfer_id: TransferId, is_reported: Callable[[], bool], problem: str) -> None:
         if is_reported():
             return
-        reported = self._waiting[room] = asyncio.Event()
+        reported = self._waiting[transfer_id] = asyncio.Event()
         try:
             async with asyncio.timeout(_REPORT_TIMEOUT_S):
                 while not is_reported():
@@ -249,13 +255,13 @@ class RoomReports:
         except TimeoutError:
             raise PeerFailed(problem) from None
         finally:
-            del self._waiting[room]
+            del self._waiting[transfer_id]
 
 
-def _bound(rooms: dict[int, Any]) -> None:
+def _bound(transfers: dict[int, Any]) -> None:
     """Forget transfers of requests that failed before anybody needed their reports."""
-    while len(rooms) > _MAX_ROOMS:
-        del rooms[next(iter(rooms))]
+    while len(transfers) > _MAX_TRANSFERS:
+        del transfers[next(iter(transfers))]
 
 
 _LOOK_S = 1.0

@@ -34,20 +34,20 @@ from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
 from services.values.kv import CacheEvents, KvLayout, PageBooks
-from services.values.rank import Plan, RankId, Rendezvous, Room
+from services.values.rank import Plan, RankId, Rendezvous, TransferId
 from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, FinishReason, GenerationRequest, Output, PrefillResult
 
 log = logging.getLogger(__name__)
 
-_ROOM_BITS = 62  # SGLang stores rooms in signed 64-bit numbers, and 0 means "nothing landed yet".
+_TRANSFER_ID_BITS = 62  # SGLang stores ids in signed 64-bit numbers, and 0 means "nothing landed yet".
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class SglangRank:
     """Both roles share this; it implements services.engine.base.Engine."""
 
-    tells_resume_points = False  # SGLang's events are about full attention alone.
+    reports_checkpoints = False  # SGLang's events are about full attention alone.
     takes_turns = False  # SGLang's queue has no tenants.
     lends = pulls = False
     hands_over = None
@@ -96,14 +96,14 @@ class SglangRank:
         """Return the pages as SGLang reports them: it checks them itself, and ends where they are wrong."""
         return self.load().books
 
-    def _body(self, request: GenerationRequest, room: Room, prefill_rank: int) -> dict[str, Any]:
+    def _body(self, request: GenerationRequest, transfer_id: TransferId, prefill_rank: int) -> dict[str, Any]:
         self._check(request)
         priority = {"priority": request.priority} if self._worker.settings.heeds_priority else {}
         return {
             **priority,
-            "rid": f"{room:016x}",
+            "rid": f"{transfer_id:016x}",
             "input_ids": pack_ids(request.all_ids),
-            "bootstrap_room": room,
+            "bootstrap_room": transfer_id,
             "routed_dp_rank": self._own_id.rank,
             "disagg_prefill_dp_rank": prefill_rank,
             "cache_salt": request.cache_salt or None,
@@ -143,21 +143,23 @@ class SglangDecodeEngine(SglangRank):
         if remote_prefill is None:
             raise InvalidRequest("a decode rank of engine sglang computes no prompts: only plan remote works")
         peer = remote_prefill.peer
-        room = Room(secrets.randbits(_ROOM_BITS) + 1)
+        transfer_id = TransferId(secrets.randbits(_TRANSFER_ID_BITS) + 1)
         host, _, port = peer.endpoint.rpartition(":")
-        body = self._body(request, room, peer.id.rank)
+        body = self._body(request, transfer_id, peer.id.rank)
         body |= {"bootstrap_host": host, "bootstrap_port": int(port)}
         began = time.monotonic()
-        rendezvous = Rendezvous(room, self._own_id, peer.id)
+        rendezvous = Rendezvous(transfer_id, self._own_id, peer.id)
         stops = _stops(request)
         callback = None if tell is None else TokenCallback(tell, stops)
-        leg = asyncio.create_task(_leg(remote_prefill, request, rendezvous), name=f"prefill-{room:016x}")
+        leg = asyncio.create_task(
+            _leg(remote_prefill, request, rendezvous), name=f"prefill-{transfer_id:016x}"
+        )
         try:
             async with aclosing(self._worker.stream(body, callback)) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
                     check_told(prefill.prompt_logprobs, request)
-                    admitted = await self._admitted(request, room, prefill, began, time.monotonic())
+                    admitted = await self._admitted(request, transfer_id, prefill, began, time.monotonic())
                 output = _output(first, stops)
                 yield replace(output, admitted=admitted, prompt_logprobs=prefill.prompt_logprobs)
                 if callback is not None:
@@ -169,12 +171,17 @@ class SglangDecodeEngine(SglangRank):
             leg.cancel()
             with suppress(asyncio.CancelledError, Exception):  # Its caller has received the error.
                 await leg
-            self._worker.rooms.forget(room)
+            self._worker.transfers.forget(transfer_id)
 
     async def _admitted(
-        self, request: GenerationRequest, room: Room, prefill: PrefillResult, began: float, ended: float
+        self,
+        request: GenerationRequest,
+        transfer_id: TransferId,
+        prefill: PrefillResult,
+        began: float,
+        ended: float,
     ) -> Admitted:
-        ticket, reserved = await self._worker.rooms.ticket_of(room)
+        ticket, reserved = await self._worker.transfers.ticket_of(transfer_id)
         self._worker.note_admitted(self._own_id.rank)
         prompt_tokens = len(request.all_ids)
         layout = self._shared_layout(ticket.decode_prefix_len, prompt_tokens, prefill.kv_bytes_moved)
@@ -229,16 +236,16 @@ class SglangPrefillEngine(SglangRank):
             raise StaleGeneration(
                 f"the rendezvous is with {rendezvous.prefill}, another incarnation of this rank"
             )
-        room = rendezvous.room
-        body = self._body(request, room, self._own_id.rank)
+        transfer_id = rendezvous.transfer_id
+        body = self._body(request, transfer_id, self._own_id.rank)
         body |= {"bootstrap_host": "127.0.0.1"}  # SGLang needs one, but nothing is requested from it.
         body |= scoring_arguments(request)
         began = time.monotonic()
         try:
             chunk = await _only(self._worker.stream(body))
-            moved = await self._worker.bytes_moved(room)
+            moved = await self._worker.bytes_moved(transfer_id)
         finally:
-            self._worker.rooms.forget(room)
+            self._worker.transfers.forget(transfer_id)
         meta_info = chunk["meta_info"]
         cached = int(meta_info["cached_tokens"])
         queue_s, compute_s = _stages(meta_info, time.monotonic() - began)

@@ -43,9 +43,9 @@ from services.engine.sglang.service.model_shape import (
 from services.engine.sglang.service.process_connections import (
     Beats,
     Door,
-    RoomReports,
     Send,
     TokenCallback,
+    TransferReports,
     serve_reports,
 )
 from services.engine.sglang.service.scheduler_reports import MeanStepTimes, TreeEventRebuilder
@@ -56,7 +56,7 @@ from services.host.ports import held_ports
 from services.process.events import first_of
 from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
 from services.values.kv import CacheEvents, GroupKind, KvGroup, KvLayout, KvPath, KvPathKind
-from services.values.rank import RankId, Room
+from services.values.rank import RankId, TransferId
 from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class SglangWorker:
         self._fingerprint = model_fingerprint(Path(settings.engine.model))
         self._draft = settings.draft()
         self._active: dict[tuple[int, int, int, int], Active] = {}
-        self.rooms = RoomReports()
+        self.transfers = TransferReports()
         self._door = Door()
         self._paths: dict[
             int, dict[KvPath, None]
@@ -424,12 +424,12 @@ class SglangWorker:
         """Record that a request which may have waited there was admitted."""
         self._queue_rates[dp_rank].taken(time.monotonic())
 
-    async def bytes_moved(self, room: Room) -> int:
+    async def bytes_moved(self, transfer_id: TransferId) -> int:
         """Return the bytes that all of the rank's processes wrote for a transfer.
 
         Raises PeerFailed without reports.
         """
-        return await self.rooms.bytes_moved(room, self.layout.tp_size)
+        return await self.transfers.bytes_moved(transfer_id, self.layout.tp_size)
 
     def _take_from(self, report: Report, send: Send) -> None:
         if isinstance(report, Active) and report.tp_rank == 0:  # It passes requests on to the others.
@@ -448,7 +448,7 @@ class SglangWorker:
                 task = asyncio.ensure_future(self._note_activation())
                 task.add_done_callback(lambda ended: ended.exception())
             case TicketSent() | Moved():
-                self.rooms.take(report)
+                self.transfers.take(report)
             case PathFound():
                 path = KvPath(KvPathKind(report.path_kind), report.reach, report.lanes)
                 self._paths.setdefault(report.dp_rank, {})[path] = None

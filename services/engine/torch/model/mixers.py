@@ -3,7 +3,7 @@
 A mixer of transformers takes [batch, tokens, hidden] and one state per row of the batch; it does not support
 packed rows (its torch fallbacks ignore cu_seq_lens). So its `forward` is wrapped: each scan of several tokens
 becomes [1, n, hidden], and all tokens that are computed one by one become [m, 1, hidden] (step_cache.py). On
-a CPU a chunk is cut into scans at fixed positions of its sequence (services/kv/resume_points.py), so that its
+a CPU a chunk is cut into scans at fixed positions of its sequence (services/kv/checkpoints.py), so that its
 bits depend on the sequence alone.
 
 If each token of the batch has a state of its own, states are gathered from their slots and scattered again.
@@ -35,7 +35,7 @@ from services.engine.torch.model.step_cache import (
     by_rounds,
 )
 from services.engine.torch.pools import SlotPool
-from services.kv.resume_points import scans
+from services.kv.checkpoints import scans
 from services.values.errors import ConfigError, ProtocolError
 
 

@@ -29,7 +29,7 @@ from services.engine.torch.model.step_cache import StepCache, cache_argument
 from services.engine.torch.pools import Pools, SlotPool
 from services.engine.torch.shared_weights import SharedWeights, share_parameters
 from services.engine.torch.step_buffers import StepBuffers
-from services.kv.resume_points import scan_tokens
+from services.kv.checkpoints import scan_tokens
 
 
 @dataclass(frozen=True, slots=True)

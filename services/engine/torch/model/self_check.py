@@ -40,7 +40,7 @@ from services.engine.torch.model.check_trial import (
 from services.engine.torch.model.model_probe import attending_by, probe
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import KvDtype, Pools
-from services.kv.resume_points import scans
+from services.kv.checkpoints import scans
 from services.kv.tails import PoolSizes
 from services.values.errors import ConfigError, Unavailable
 from services.values.kv import GroupKind, KvGroup, PageId

@@ -93,19 +93,19 @@ def test_the_same_prompt_at_once(subtests):
         # The prompt once, its last token again for the second, three for the third, and two answers each.
         assert rank.computed_tokens == 33 + 1 + 3 + 3 * 2
 
-    with subtests.test("a half done prefill is offered to the second room too"):
+    with subtests.test("a half done prefill is offered to the second transfer too"):
         rank = Rank(num_pages=64, page_size=4, chunk_size=6)
-        rooms = [rank.submit(range(18), 1, room=70 + i) for i in range(2)]
-        rank.run(rooms)
-        for seq in rooms:
+        transfers = [rank.submit(range(18), 1, transfer_id=70 + i) for i in range(2)]
+        rank.run(transfers)
+        for seq in transfers:
             offers = rank.offered[seq]
             assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
             assert offers[-1].end_token == 18
             slots = rank.runner.slots[[page for o in offers for page in o.pages]].reshape(-1)[:18]
             assert [int(slot) for slot in slots] == [mix(token, token) for token in range(18)]
         assert rank.computed_tokens == 18 + 2
-        for seq in rooms:
-            rank.core.room_ended(seq)
+        for seq in transfers:
+            rank.core.transfer_ended(seq)
         assert rank.core.check().private == 0
 
     with subtests.test("who waited for anothers pages goes on alone when that one is cancelled"):
@@ -125,11 +125,11 @@ def test_who_has_priority_goes_on_where_another_is_in_the_same_prompt(subtests):
         with subtests.test(halfway=halfway):
             rank = Rank(num_pages=64, page_size=4, chunk_size=5)
             prompt = list(range(50, 98))
-            low = rank.submit(prompt, 1, room=1)
+            low = rank.submit(prompt, 1, transfer_id=1)
             for _ in range(halfway):
                 rank.step()
             ready, filling = low.computed // 4 * 4, low.computed % 4
-            high = rank.submit([*prompt, 7, 8], 1, room=2, priority=1)
+            high = rank.submit([*prompt, 7, 8], 1, transfer_id=2, priority=1)
             steps = 0
             while high not in rank.tokens:
                 rank.step()
@@ -141,21 +141,21 @@ def test_who_has_priority_goes_on_where_another_is_in_the_same_prompt(subtests):
             for seq in (low, high):
                 offers = rank.offered[seq]
                 assert [o.start_token for o in offers] == [0, *(o.end_token for o in offers[:-1])]
-                rank.core.room_ended(seq)
+                rank.core.transfer_ended(seq)
             assert rank.core.check().private == 0
 
 
 def test_pages_that_others_read_or_write(subtests):
-    with subtests.test("prefill offers every page once and keeps it for the room"):
+    with subtests.test("prefill offers every page once and keeps it for the transfer"):
         rank = Rank(page_size=4, chunk_size=6)
-        seq = rank.submit(range(18), 5, room=77)
+        seq = rank.submit(range(18), 5, transfer_id=77)
         rank.run([seq])
         spans = [(o.start_token, o.end_token) for o in rank.offered[seq]]
         assert spans == [(0, 4), (4, 12), (12, 18)]
         assert rank.tokens[seq] == continuation(range(18), 1)
         books = rank.core.check()
-        assert books.private + books.locked == 5  # the room may still read them
-        rank.core.room_ended(seq)
+        assert books.private + books.locked == 5  # the transfer may still read them
+        rank.core.transfer_ended(seq)
         assert rank.core.check().locked == rank.core.check().private == 0
 
     with subtests.test("received kv is used as it landed"):
@@ -239,7 +239,7 @@ def test_any_interleaving_is_exact_and_balances(data):
 
 def test_what_a_step_and_the_load_report(subtests):
     with subtests.test("a step says when only the outside can help"):
-        # Or the engine thread would spin as long as a prefill, a writer or a room takes.
+        # Or the engine thread would spin as long as a prefill, a writer or a transfer takes.
         rank = Rank(num_pages=4, page_size=4)
         receiving = rank.submit(range(11), 2, receives=True)
         assert rank.core.step()
@@ -263,7 +263,7 @@ def test_what_a_step_and_the_load_report(subtests):
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_either_role_is_exact_and_balances(data):
-    """Receivers that land, fail or are quarantined, retractions and priorities; or rooms that read on."""
+    """Receivers that land, fail or are quarantined, retractions and priorities; or transfers that read on."""
     page_size = data.draw(st.sampled_from([1, 2, 4]))
     rank = Rank(
         num_pages=data.draw(st.integers(24 // page_size, 40 // page_size)),
@@ -272,9 +272,9 @@ def test_either_role_is_exact_and_balances(data):
         cache=data.draw(st.booleans()),
         max_running=4,
     )
-    kinds = data.draw(st.sampled_from([("local", "remote"), ("room",)]))
+    kinds = data.draw(st.sampled_from([("local", "remote"), ("transfer",)]))
     prefill = Prefill(rank.runner)
-    sent, quarantined, rooms = [], [], []
+    sent, quarantined, transfers = [], [], []
 
     def receiving():
         return [s for s in sent if s.phase is Phase.RECEIVING]
@@ -284,8 +284,8 @@ def test_either_role_is_exact_and_balances(data):
         first = prefill.run(seq.ids, reserved.delta_pages, reserved.prefix_len)
         rank.core.landed(seq, Sampled(first))
 
-    def check_rooms():
-        for seq in rooms:
+    def check_transfers():
+        for seq in transfers:
             ids = seq.request.prompt_ids
             for offered in rank.offered.get(seq, []):
                 for number, page in enumerate(offered.pages):
@@ -294,23 +294,23 @@ def test_either_role_is_exact_and_balances(data):
                         slot = rank.runner.slots[page, position % page_size]
                         assert slot == mix(ids[position], position)
 
-    actions = ["submit", "submit", "step", "step", "step", "land", "cancel", "unquarantine", "end_room"]
+    actions = ["submit", "submit", "step", "step", "step", "land", "cancel", "unquarantine", "end_transfer"]
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(actions))
         if action == "submit":
             prompt = [7] * data.draw(st.integers(0, 8))
             prompt += data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
             kind = data.draw(st.sampled_from(kinds))
-            room = len(sent) if kind == "room" else None
+            transfer_id = len(sent) if kind == "transfer" else None
             seq = rank.submit(
                 prompt,
                 data.draw(st.integers(1, 8)),
                 receives=kind == "remote",
-                room=room,
+                transfer_id=transfer_id,
                 priority=data.draw(st.integers(0, 1)),
             )
             sent.append(seq)
-            rooms += [seq] if room is not None else []
+            transfers += [seq] if transfer_id is not None else []
         elif action == "land" and receiving():
             land(data.draw(st.sampled_from(receiving())))
         elif action == "cancel" and sent:
@@ -321,17 +321,17 @@ def test_either_role_is_exact_and_balances(data):
             rank.core.cancel(seq)
         elif action == "unquarantine" and quarantined:
             rank.core.end_quarantine(quarantined.pop())
-        elif action == "end_room" and rooms:
-            rank.core.room_ended(rooms.pop(data.draw(st.integers(0, len(rooms) - 1))))
+        elif action == "end_transfer" and transfers:
+            rank.core.transfer_ended(transfers.pop(data.draw(st.integers(0, len(transfers) - 1))))
         else:
             rank.step()
         rank.core.check()
-        check_rooms()
+        check_transfers()
 
     for seq in quarantined:
         rank.core.end_quarantine(seq)
-    for seq in rooms:
-        rank.core.room_ended(seq)
+    for seq in transfers:
+        rank.core.transfer_ended(seq)
     while any(seq not in rank.finished for seq in sent):
         progressed = rank.core.step()
         rank.take()

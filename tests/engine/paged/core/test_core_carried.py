@@ -1,4 +1,4 @@
-"""Where a core keeps resume points, and what they save."""
+"""Where a core keeps checkpoints, and what they save."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from services.engine.paged import carrying
 from services.engine.paged.admitting import Patience
 from services.engine.paged.model_runner import RunnerFailed, Sampled
 from services.engine.paged.sequence import Phase
-from services.kv.resume_points import shared_border
+from services.kv.checkpoints import shared_border
 
 CARRIED = [(fake_state(),), (fake_window(6),), (fake_window(3), fake_state())]
 
@@ -44,7 +44,7 @@ def test_what_is_computed_again_and_what_is_not(subtests):
 
     for carried in CARRIED:
         with subtests.test(
-            "what attention has beyond the resume point is computed and not stored", carried=carried
+            "what attention has beyond the checkpoint is computed and not stored", carried=carried
         ):
             rank = small_rank(carried)
             rank.run([rank.submit(range(23), 1)])
@@ -56,7 +56,7 @@ def test_what_is_computed_again_and_what_is_not(subtests):
             assert rank.tokens[second] == rank.expected(range(22), 1)
 
     for carried in CARRIED:
-        with subtests.test("where prompts branch off a resume point is kept", carried=carried):
+        with subtests.test("where prompts branch off a checkpoint is kept", carried=carried):
             rank = small_rank(carried)
             rank.run([rank.submit(range(30), 1)])
             rank.run([rank.submit([*range(14), 90, 91, 92], 1)])
@@ -65,7 +65,7 @@ def test_what_is_computed_again_and_what_is_not(subtests):
             assert rank.tokens[third] == rank.expected([*range(14), 95, 96], 1)
 
     for carried in CARRIED:
-        with subtests.test("the index hears of resume points that come and go", carried=carried):
+        with subtests.test("the index hears of checkpoints that come and go", carried=carried):
             rank = small_rank(carried)
             rank.run([rank.submit(range(10), 1)])
             events = rank.core.take_cache_events()
@@ -79,7 +79,7 @@ def test_what_is_computed_again_and_what_is_not(subtests):
         assert points(rank) == [64, 128, 148]
 
 
-def test_rooms_hold_their_units_until_they_are_read(subtests):
+def test_transfers_hold_their_units_until_they_are_read(subtests):
     for carried in CARRIED:
         with subtests.test(
             "a prefill rank offers what it holds at once and what is carried last", carried=carried
@@ -88,33 +88,33 @@ def test_rooms_hold_their_units_until_they_are_read(subtests):
             rank.run([rank.submit(range(23), 1)])
             while rank.core.carried.points.evict():
                 pass
-            seq = rank.submit(range(23), room=1)
+            seq = rank.submit(range(23), transfer_id=1)
             rank.step()
             assert (rank.offered[seq][0].start_token, rank.offered[seq][0].end_token) == (0, 20)
             assert seq not in rank.carried
             rank.run([seq])
             assert [(o.start_token, o.end_token) for o in rank.offered[seq][1:]] == [(20, 23)]
-            rank.check_room(seq)
-            assert rank.core.carried.num_open == 1  # its units stay for the room
-            rank.core.room_ended(seq)
+            rank.check_transfer(seq)
+            assert rank.core.carried.num_open == 1  # its units stay for the transfer
+            rank.core.transfer_ended(seq)
             assert rank.core.carried.num_open == 0
 
-    with subtests.test("prompts whose rooms are read slowly take what they hold and no more"):
+    with subtests.test("prompts whose transfers are read slowly take what they hold and no more"):
         rank = Rank(num_pages=64, carried=(fake_state(),), room_for=6)
-        seqs = [rank.submit([i] * 6, room=i + 1) for i in range(8)]
+        seqs = [rank.submit([i] * 6, transfer_id=i + 1) for i in range(8)]
         for _ in range(20):
             rank.step()
         computed = [seq for seq in seqs if seq in rank.carried]
         assert len(computed) == 6
         for seq in computed[:2]:
-            rank.core.room_ended(seq)
+            rank.core.transfer_ended(seq)
         rank.run(seqs)
         assert all(seq in rank.carried for seq in seqs)
 
-    with subtests.test("a failed step leaves no chunk behind in a rooms pages"):
+    with subtests.test("a failed step leaves no chunk behind in a transfers pages"):
         rank = Rank(num_pages=64, chunk_size=12, carried=(fake_window(3),), room_for=6)
-        for room in range(2):
-            rank.submit(range(room, 30 + room), room=room)
+        for transfer_id in range(2):
+            rank.submit(range(transfer_id, 30 + transfer_id), transfer_id=transfer_id)
             rank.runner_fails = True
             with pytest.raises(RunnerFailed):
                 rank.core.step()
@@ -251,7 +251,7 @@ def test_what_comes_by_wire(subtests):
             assert rank.tokens[seq] == rank.expected(prompt, 4)
 
 
-def test_who_waits_lacks_pages_for_what_attention_has_not_and_computes_from_the_resume_point(subtests):
+def test_who_waits_lacks_pages_for_what_attention_has_not_and_computes_from_the_checkpoint(subtests):
     """Who receives needs no point."""
     for carried in CARRIED:
         with subtests.test(carried=carried):
@@ -298,7 +298,7 @@ def test_a_retracted_sequence_and_one_without_a_cache(subtests):
 def test_who_comes_in_where_states_are_few(subtests):
     for receives, waiting in [(True, 1), (False, 3)]:
         with subtests.test("no more come in than there are states for", receives=receives, waiting=waiting):
-            # One to go on at for each; those that compute take room for as many resume points, too.
+            # One to go on at for each; those that compute take room for as many checkpoints, too.
             rank = Rank(num_pages=64, carried=(fake_state(),), room_for=4)
             seqs = [rank.submit([i] * 6, 4, receives=receives) for i in range(5)]
             rank.step()
@@ -327,7 +327,7 @@ def test_who_comes_in_where_states_are_few(subtests):
         assert receiving[4].phase is Phase.RECEIVING
 
     with subtests.test("what one has saved is given up for one that comes in"):
-        # Both answers are right; only the one that kept what it saved leaves a resume point.
+        # Both answers are right; only the one that kept what it saved leaves a checkpoint.
         rank = Rank(num_pages=64, carried=(fake_state(),), room_for=3)
         prompts = [[i] * 8 for i in range(3)]
         seqs = [rank.submit(prompts[i], 6, receives=True) for i in (0, 1)]

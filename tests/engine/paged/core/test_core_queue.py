@@ -109,12 +109,14 @@ def test_what_is_shared_is_counted_once(subtests):
 
 
 def test_the_order_in_which_prompts_are_computed(subtests):
-    for rooms in [True, False]:
-        with subtests.test("who has priority is computed before those who came in earlier", rooms=rooms):
+    for transfers in [True, False]:
+        with subtests.test(
+            "who has priority is computed before those who came in earlier", transfers=transfers
+        ):
             rank = Rank(num_pages=4000, page_size=4, chunk_size=8, max_running=64)
-            low = [rank.submit([i + 1] * 82, 5, room=i if rooms else None) for i in range(20)]
+            low = [rank.submit([i + 1] * 82, 5, transfer_id=i if transfers else None) for i in range(20)]
             rank.step()
-            high = rank.submit(range(300, 308), 5, room=99 if rooms else None, priority=100)
+            high = rank.submit(range(300, 308), 5, transfer_id=99 if transfers else None, priority=100)
             rank.step()
             assert high in rank.tokens
             rank.run([*low, high])

@@ -24,17 +24,19 @@ def test_who_is_retracted_and_who_never(subtests):
         for i, seq in enumerate(seqs):
             assert rank.tokens[seq] == continuation([i, i + 1], 24)
 
-    with subtests.test("a room that may be read is never retracted"):
+    with subtests.test("a transfer that may be read is never retracted"):
         rank = Rank(num_pages=12, page_size=4, chunk_size=1, expected_output=0.0)
         growing = [rank.submit([i], 30) for i in range(2)]
         rank.step()
-        room = rank.submit(range(100, 124), 1, room=7)  # the last to come, hence the first that would go
-        rank.run([room])
-        rank.core.room_ended(room)
+        transfer = rank.submit(
+            range(100, 124), 1, transfer_id=7
+        )  # the last to come, hence the first that would go
+        rank.run([transfer])
+        rank.core.transfer_ended(transfer)
         rank.run(growing)
         assert rank.core.retractions > 0
-        assert room.retractions == 0
-        spans = [(o.start_token, o.end_token) for o in rank.offered[room]]
+        assert transfer.retractions == 0
+        spans = [(o.start_token, o.end_token) for o in rank.offered[transfer]]
         assert spans[0][0] == 0 and spans[-1][1] == 24
 
     with subtests.test("those of lower priority give way first"):

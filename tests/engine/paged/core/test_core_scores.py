@@ -70,7 +70,7 @@ def test_whatever_is_cached_carried_and_retracted(data):
             prompt,
             data.draw(st.integers(1, 20)),
             scored=None if start is None else asked(start),
-            room=100 + len(seqs) if is_prefill else None,
+            transfer_id=100 + len(seqs) if is_prefill else None,
         )
         seqs.append(seq)
         if start is not None:
@@ -92,8 +92,8 @@ def test_whatever_is_cached_carried_and_retracted(data):
 def _step(rank, seqs):
     rank.step()
     for seq in seqs:
-        if seq.room is not None and seq in rank.finished and seq.room_open:
-            rank.core.room_ended(seq)
+        if seq.transfer_id is not None and seq in rank.finished and seq.transfer_open:
+            rank.core.transfer_ended(seq)
 
 
 def test_after_a_retraction_nothing_is_reported_twice(subtests):
@@ -103,7 +103,7 @@ def test_after_a_retraction_nothing_is_reported_twice(subtests):
             carried=carried,
             computed_again=computed_again,
         ):
-            # Where there is a state and no resume point yet, all is computed again, and told no second time.
+            # Where there is a state and no checkpoint yet, all is computed again, and told no second time.
             rank = Rank(num_pages=64, chunk_size=8, carried=carried)
             seq = rank.submit(STEM, 1, scored=asked(4))
             while seq.computed < 16:
@@ -139,7 +139,7 @@ def test_who_scores_waits_for_others_only_where_it_may_take_over(subtests):
 
     for start, carried in product([2, 23], CARRIED[:2]):
         with subtests.test("it waits only for what it may take over", start=start, carried=carried):
-            # Of what another one computes in the same step: pages, or a resume point.
+            # Of what another one computes in the same step: pages, or a checkpoint.
             rank = Rank(num_pages=64, chunk_size=64, carried=carried)
             rank.submit(STEM, 1)
             scored = rank.submit(STEM, 1, scored=asked(start))

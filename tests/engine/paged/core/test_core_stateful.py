@@ -1,7 +1,7 @@
 """Whatever happens to a core in whatever order: the books balance, nobody starves, every token is right.
 
 Submissions of all kinds, steps, transfers that land, fail or are renegotiated, pulls and grants, prefixes
-that are taken over, quarantines, rooms, aborts and evictions, on a pool that is too small. `pytest -m exact`
+that are taken over, quarantines, aborts and evictions, on a pool that is too small. `pytest -m exact`
 runs it longer.
 """
 
@@ -40,7 +40,7 @@ CARRIED = [
 ]
 ANY = st.integers(0, 99)
 REQUESTS = st.tuples(
-    st.sampled_from(["local", "local", "remote", "remote", "room", "pull", "room that pulls"]),
+    st.sampled_from(["local", "local", "remote", "remote", "transfer", "pull", "transfer that pulls"]),
     st.integers(0, 12),  # tokens of the prefix that all share
     st.lists(st.integers(0, 2), min_size=1, max_size=8),
     st.integers(1, 10),  # max_tokens
@@ -77,8 +77,8 @@ class CoreMachine(RuleBasedStateMachine):
             **settings,
         )
         self.core = self.rank.core
-        self.aside, self.granted, self.rooms_made = {}, {}, 0
-        self.sent, self.rooms, self.quarantined, self.taking = [], [], [], []
+        self.aside, self.granted, self.transfers_made = {}, {}, 0
+        self.sent, self.transfers, self.quarantined, self.taking = [], [], [], []
         self._watch_evictions()
 
     def _guesses(self, chance):
@@ -114,14 +114,16 @@ class CoreMachine(RuleBasedStateMachine):
             self._submit(*request)
 
     def _submit(self, kind, shared, rest, max_tokens, priority, tenant):
-        room = len(self.sent) if kind.startswith("room") else None
+        transfer_id = len(self.sent) if kind.startswith("transfer") else None
         about = {"priority": priority, "cache_salt": tenant}
         if kind.endswith(("pull", "pulls")):
             about["held"] = 8
-        seq = self.rank.submit([7] * shared + rest, max_tokens, receives=kind == "remote", room=room, **about)
+        seq = self.rank.submit(
+            [7] * shared + rest, max_tokens, receives=kind == "remote", transfer_id=transfer_id, **about
+        )
         self.sent.append(seq)
-        if room is not None:
-            self.rooms.append(seq)
+        if transfer_id is not None:
+            self.transfers.append(seq)
 
     @rule(times=st.integers(1, 8))
     def step(self, times):
@@ -212,11 +214,11 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pulling())
     def a_source_may_write_still(self, number, end, leaves):
         seq = self.pick(self.pulling(), number)
-        end, reserved, room = self._some_end(seq, end), self.rank.reserved[seq], self.rooms_made
-        self.rooms_made += 1
+        end, reserved, transfer_id = self._some_end(seq, end), self.rank.reserved[seq], self.transfers_made
+        self.transfers_made += 1
         pages = reserved.delta_pages[: max(0, end - reserved.prefix_len) // self.page_size]
-        self.aside[room] = replace(reserved, delta_pages=pages)
-        self.core.pulls.set_aside(seq, room, end)
+        self.aside[transfer_id] = replace(reserved, delta_pages=pages)
+        self.core.pulls.set_aside(seq, transfer_id, end)
         if leaves and seq in self.sent:
             self.core.cancel(seq)
             self.sent.remove(seq)
@@ -226,9 +228,9 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: self.aside)
     def a_source_writes_and_stops(self):
-        room, reserved = self.aside.popitem()
+        transfer_id, reserved = self.aside.popitem()
         self._garble(reserved)
-        self.core.pulls.end_aside(room)
+        self.core.pulls.end_aside(transfer_id)
 
     @rule(
         shared=st.integers(0, 12),
@@ -236,25 +238,25 @@ class CoreMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "one"]),
     )
     def another_asks(self, shared, rest, tenant):
-        room, ids = self.rooms_made, [7] * shared + rest
-        self.rooms_made += 1
-        granted = self.core.pulls.grant(room, ids, tenant, 1)
-        assert self.core.pulls.grant(room, ids, tenant, 1) is None or isinstance(granted, Refused)
+        transfer_id, ids = self.transfers_made, [7] * shared + rest
+        self.transfers_made += 1
+        granted = self.core.pulls.grant(transfer_id, ids, tenant, 1)
+        assert self.core.pulls.grant(transfer_id, ids, tenant, 1) is None or isinstance(granted, Refused)
         if isinstance(granted, Granted):
-            self.granted[room] = granted, ids
-            self._check_granted(room)
+            self.granted[transfer_id] = granted, ids
+            self._check_granted(transfer_id)
 
     @rule()
     @precondition(lambda self: self.granted)
     def another_has_read(self):
-        room = next(iter(self.granted))
-        self._check_granted(room)
-        del self.granted[room]
-        self.core.pulls.grant_ended(room)
+        transfer_id = next(iter(self.granted))
+        self._check_granted(transfer_id)
+        del self.granted[transfer_id]
+        self.core.pulls.grant_ended(transfer_id)
 
-    def _check_granted(self, room):
+    def _check_granted(self, transfer_id):
         """The pages that were granted are there, and hold what the tokens compute to."""
-        granted, ids = self.granted[room]
+        granted, ids = self.granted[transfer_id]
         model = FakeModel(ids[: granted.end], self.rank.groups)
         stored = self.rank.runner.slots[list(granted.pages)].reshape(-1).tolist()
         assert stored == model.values[0]
@@ -280,18 +282,18 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.cancel(seq)
 
     @rule(number=ANY)
-    @precondition(lambda self: self.rooms)
-    def room_ends(self, number):
-        seq = self.rooms.pop(number % len(self.rooms))
-        self.rank.check_room(seq)
-        self.core.room_ended(seq)
+    @precondition(lambda self: self.transfers)
+    def transfer_ends(self, number):
+        seq = self.transfers.pop(number % len(self.transfers))
+        self.rank.check_transfer(seq)
+        self.core.transfer_ended(seq)
 
     @rule(num_pages=st.integers(1, 50))
     def evict(self, num_pages):
         self.core.cache.make_room(num_pages)
 
     @rule(times=st.integers(1, 5))
-    def resume_points_are_evicted(self, times):
+    def checkpoints_are_evicted(self, times):
         for _ in range(times):
             self.core.carried.points.evict()
 
@@ -320,7 +322,7 @@ class CoreMachine(RuleBasedStateMachine):
     def nobody_is_overtaken_too_often(self):
         for seq in getattr(self, "sent", ()):
             assert seq.overtaken <= self.overtakes
-            assert seq.room is None or seq.retractions == 0
+            assert seq.transfer_id is None or seq.retractions == 0
 
     @invariant()
     def no_more_run_than_may(self):
@@ -339,8 +341,8 @@ class CoreMachine(RuleBasedStateMachine):
             return
         for seq in self.quarantined:
             self.core.end_quarantine(seq)
-        for seq in self.rooms:
-            self.core.room_ended(seq)
+        for seq in self.transfers:
+            self.core.transfer_ended(seq)
         while self.aside:
             self.a_source_writes_and_stops()
         for seq in self.taking:

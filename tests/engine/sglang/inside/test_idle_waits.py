@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from services.engine.sglang.inside.idle_waits import (
     WaitingSocket,
     WakeUp,
-    room_news,
+    transfer_news,
     wait_for_news,
     wait_for_requests,
 )
@@ -52,16 +52,16 @@ class Socket:
         return "object"
 
 
-def test_news_of_a_room_end_the_wait_once():
+def test_news_of_a_transfer_end_the_wait_once():
     poller = Poller()
     scheduler = SimpleNamespace(idle_sleeper=SimpleNamespace(poller=poller))
-    room_news().clear()
-    teller = threading.Thread(target=room_news().set)
+    transfer_news().clear()
+    teller = threading.Thread(target=transfer_news().set)
     teller.start()
     teller.join()
     wait_for_news(None, scheduler)
     wait_for_news(None, scheduler)
-    fd = room_news().fd
+    fd = transfer_news().fd
     assert poller.seen == [[(fd, select.POLLIN)], []]
     assert poller.fds == [fd]  # registered once
 

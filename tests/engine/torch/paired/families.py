@@ -105,7 +105,7 @@ async def die_after(pair, request, count):
     return tokens
 
 
-def evict_resume_points(pair):
+def evict_checkpoints(pair):
     """Evict them on every rank, and return how many there were."""
     engines = (*pair.decodes, *pair.prefills)
     count = sum(len(core_of(engine).carried.points) for engine in engines)

@@ -9,7 +9,7 @@ from engine.torch.paired.families import (
     SERVED,
     WINDOWED_MISTRAL,
     Talk,
-    evict_resume_points,
+    evict_checkpoints,
     new_text,
     torch_settings,
 )
@@ -35,7 +35,7 @@ async def hold_conversations(pair):
         await branch.turn(new_text(9, 20), plan)
     again = talk.branch(64)
     await again.turn([])
-    evict_resume_points(pair)
+    evict_checkpoints(pair)
     for plan in (Plan.REMOTE, Plan.LOCAL):
         await talk.turn(new_text(6, 30), plan)
     await pair.assert_nothing_held()

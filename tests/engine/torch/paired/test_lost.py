@@ -12,7 +12,7 @@ from engine.pair import Pair, core_of
 from engine.torch.paired.families import (
     RECURRENT,
     Talk,
-    evict_resume_points,
+    evict_checkpoints,
     new_text,
     torch_settings,
 )
@@ -22,7 +22,7 @@ from services.kv.carried_cache import CarriedCache
 from services.transfer.sending import delta_write
 from services.values.rank import Plan
 
-# New tokens and answers: then prefill has resume points at 64 and 80, decode at 80 and 112. At none of these
+# New tokens and answers: then prefill has checkpoints at 64 and 80, decode at 80 and 112. At none of these
 # a chunk of 24 begins, for there nothing is carried.
 TURNS = ((67, 16), (7, 30))
 # Of each kind of memory; the faults are those of what all families share.
@@ -41,7 +41,7 @@ async def notices(pair, fault, plan, seed):
 
     Another one of its length has been held before, in pools whose slots have all been used.
     """
-    evict_resume_points(pair)
+    evict_checkpoints(pair)
     talk, other = Talk(pair), Talk(pair)
     for number, (length, max_tokens) in enumerate(TURNS):
         await talk.turn(new_text(length, seed + number), max_tokens=max_tokens)
@@ -151,7 +151,7 @@ def sends_another_unit(patch):
         return merge_moves(sources, targets, group)
 
     patch.setattr(delta_write, "merge_moves", mutated)
-    patch.setattr(transferring_engine, "is_sampled", lambda room, share: False)
+    patch.setattr(transferring_engine, "is_sampled", lambda transfer_id, share: False)
 
 
 RESUMES = (resumes_a_block_off, resumes_another_branch)

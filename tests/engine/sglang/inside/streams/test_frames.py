@@ -65,14 +65,14 @@ def test_registrations(subtests):
 
 @given(
     pages=st.lists(st.integers(0, 2**31 - 1), max_size=40, unique=True),
-    room=st.integers(1, 2**62),
+    transfer_id=st.integers(1, 2**62),
     prefix=st.integers(0, 10**6),
     required=st.integers(1, 8),
     state=st.binary(max_size=20),
     aux=st.sampled_from([b"0", b"17", b"None"]),
 )
-def test_metadata_survive(pages, room, prefix, required, state, aux):
-    sent = metadata(room, pages, aux, required, state, prefix)
+def test_metadata_survive(pages, transfer_id, prefix, required, state, aux):
+    sent = metadata(transfer_id, pages, aux, required, state, prefix)
     ticket = frames.ticket_of_metadata(sent, prompt_len=prefix + 1)
     received = handshake_pb2.KvTicket.FromString(ticket.SerializeToString())
     assert frames.metadata_frames(received, "agent-uuid", BACK) == addressed(sent, 2, 3)
@@ -91,9 +91,9 @@ def test_tickets_of_pages_and_without(subtests):
             assert ticket.no_pages is (dummy == b"1")
             assert not ticket.runs
             assert frames.metadata_frames(ticket, "agent-uuid", BACK) == addressed(sent, 2, 3)
-    for room in [0, 2**63]:
-        with subtests.test(room=room), pytest.raises(ProtocolError):
-            frames.metadata_frames(handshake_pb2.KvTicket(room=room), "agent", BACK)
+    for transfer_id in [0, 2**63]:
+        with subtests.test(transfer_id=transfer_id), pytest.raises(ProtocolError):
+            frames.metadata_frames(handshake_pb2.KvTicket(room=transfer_id), "agent", BACK)
 
 
 WINDOW = KvGroup(GroupKind.SLIDING_WINDOW, (0,), 2, 16, "float32", window=32, unit_bytes=100)

@@ -93,20 +93,20 @@ class Decode:
         self.streams.send(endpoint, frames.message_of_decode(parts, prompt_len))
 
 
-def ticket(room=9, pages=(4, 5, 6), prefix=2 * PAGE, prompt_len=5 * PAGE, **fields):
-    return metadata(room, pages, prefix=prefix, **fields), prompt_len
+def ticket(transfer_id=9, pages=(4, 5, 6), prefix=2 * PAGE, prompt_len=5 * PAGE, **fields):
+    return metadata(transfer_id, pages, prefix=prefix, **fields), prompt_len
 
 
-async def test_rooms_from_ticket_to_last_word(subtests):
-    with subtests.test("a room from ticket to last word"):
+async def test_transfers_from_ticket_to_last_word(subtests):
+    with subtests.test("a transfer from ticket to last word"):
         prefill, decode = Prefill(writer_rank=2), Decode()
         async with prefill.listening() as endpoint:
             decode.send(endpoint, *ticket())
             await until(lambda: len(prefill.delivered) == 2)
-            register, room = prefill.delivered
+            register, ticketed = prefill.delivered
             assert register[:2] == [b"NixlMsgGuard", b"None"]  # SGLang must know the peer before its ticket
-            assert room[1:4] == [b"9", b"isthmus", b"1"]
-            assert room[9] == b"32"
+            assert ticketed[1:4] == [b"9", b"isthmus", b"1"]
+            assert ticketed[9] == b"32"
             prefill.say([b"KV_STATUS", b"9", b"4", b"2", b""])
             await until(lambda: decode.delivered)
             assert decode.delivered == [[b"KV_STATUS", b"9", b"4", b"2", b""]]
@@ -148,12 +148,12 @@ async def test_where_a_state_goes_is_checked(subtests):
 async def test_words_stay_in_order_and_none_waits():
     prefill, decode = Prefill(), Decode()
     async with prefill.listening() as endpoint:
-        for room in range(1, 101):  # before there is a stream
-            decode.send(endpoint, *ticket(room))
-            decode.send(endpoint, [b"ABORT", str(room).encode(), b"x", b"1", b"7"])
+        for transfer_id in range(1, 101):  # before there is a stream
+            decode.send(endpoint, *ticket(transfer_id))
+            decode.send(endpoint, [b"ABORT", str(transfer_id).encode(), b"x", b"1", b"7"])
         await until(lambda: len(prefill.delivered) == 201)
-        rooms = [parts[1] for parts in prefill.delivered[1:]]
-        assert rooms == [str(room).encode() for room in range(1, 101) for _ in range(2)]
+        transfers = [parts[1] for parts in prefill.delivered[1:]]
+        assert transfers == [str(transfer_id).encode() for transfer_id in range(1, 101) for _ in range(2)]
 
 
 async def test_what_is_refused_never_reaches_sglang(subtests):
@@ -268,11 +268,11 @@ async def test_a_prefill_process_that_is_not_there_is_told(subtests):
             assert not next_life.refused  # the ticket was meant for the life that answered
 
 
-async def test_a_decode_process_that_ends_has_its_open_rooms_aborted():
+async def test_a_decode_process_that_ends_has_its_open_transfers_aborted():
     prefill, decode = Prefill(), Decode()
     async with prefill.listening() as endpoint:
-        for room in (9, 10):
-            decode.send(endpoint, *ticket(room))
+        for transfer_id in (9, 10):
+            decode.send(endpoint, *ticket(transfer_id))
         await until(lambda: len(prefill.delivered) == 3)
         prefill.say([b"KV_STATUS", b"9", b"4", b"0", b""])
         await until(lambda: decode.delivered)
@@ -284,7 +284,7 @@ async def test_a_decode_process_that_ends_has_its_open_rooms_aborted():
 
 
 async def test_tensor_parallel_pairs(subtests):
-    """Which processes speak, and how many tickets and last words a room takes, by SGLang's own mapping.
+    """Which processes speak, and how many tickets and last words a transfer takes, by SGLang's own mapping.
 
     Delta, then a full hit: with a wider prefill, upstream once waited for ever on empty chunks.
     """
@@ -294,20 +294,23 @@ async def test_tensor_parallel_pairs(subtests):
             decodes = [Decode(rank=0) for _ in range(decode_tp)]
             async with prefills[0].listening() as first, prefills[-1].listening() as last:
                 endpoints = [first, last][:prefill_tp]
-                for room, kwargs in ((9, {}), (10, {"pages": (), "prefix": 5 * PAGE})):
+                for transfer_id, kwargs in ((9, {}), (10, {"pages": (), "prefix": 5 * PAGE})):
                     for rank, decode in enumerate(decodes):
                         targets = endpoints if prefill_tp > 1 else [endpoints[rank * prefill_tp // decode_tp]]
                         for endpoint in targets:
                             decode.send(
-                                endpoint, *ticket(room, required=max(1, decode_tp // prefill_tp), **kwargs)
+                                endpoint,
+                                *ticket(transfer_id, required=max(1, decode_tp // prefill_tp), **kwargs),
                             )
                 for prefill in prefills:
                     await until(
                         lambda prefill=prefill, decode_tp=decode_tp: len(prefill.delivered) == decode_tp * 3
                     )
-                    rooms = [parts for parts in prefill.delivered if parts[1] != b"None"]
-                    assert {parts[7] for parts in rooms} == {str(max(1, decode_tp // prefill_tp)).encode()}
-                    for parts in rooms:
+                    transfers = [parts for parts in prefill.delivered if parts[1] != b"None"]
+                    assert {parts[7] for parts in transfers} == {
+                        str(max(1, decode_tp // prefill_tp)).encode()
+                    }
+                    for parts in transfers:
                         prefill.say([b"KV_STATUS", parts[1], b"4", b"0", b""], number=int(parts[3]))
                 for decode in decodes:
                     await until(

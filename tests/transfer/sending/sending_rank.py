@@ -1,4 +1,4 @@
-"""A prefill rank's rooms with a transport that lands when told to and a clock that stands still."""
+"""A prefill rank's transfers with a transport that lands when told to and a clock that stands still."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,12 +8,12 @@ from services.kv.tails import tail_pages, units_at
 from services.kv.ticket import targets_of
 from services.kv.transfer_plan import runs_of
 from services.transfer.hello import Hello
-from services.transfer.sending.room import Request
-from services.transfer.sending.rooms import RoomTable
+from services.transfer.sending.sending_transfer import Request
+from services.transfer.sending.transfers import TransferTable
 from services.transfer.transport import Unsettled
 from services.values.errors import PeerFailed
 from services.values.kv import GroupKind, KvGroup, KvLayout, KvTicket, PageId, PoolMemory
-from services.values.rank import Generation, RankId, Room
+from services.values.rank import Generation, RankId, TransferId
 from services.wire.isthmus.v1 import handshake_pb2 as pb
 
 PAGE = 4  # tokens
@@ -30,7 +30,7 @@ OWN = RankId("prefill", 0, Generation(7))
 DECODE = RankId("decode", 0, Generation(8))
 OTHER_DECODE = RankId("decode", 1, Generation(9))
 POOL = PoolMemory(0, 1000)
-A, B, C, D = Room(0xA), Room(0xB), Room(0xC), Room(0xD)
+A, B, C, D = TransferId(0xA), TransferId(0xB), TransferId(0xC), TransferId(0xD)
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Rank:
         self.unheard_s = 0.0  # as after a stop of the process
         self.transport = network or FakeTransport(unit_bytes=layout.unit_bytes, **transport)
         self.read = []
-        self.rooms = RoomTable(
+        self.transfers = TransferTable(
             self.transport,
             layout,
             OWN,
@@ -131,7 +131,7 @@ class Rank:
     def link_up(self, link_id, decode=DECODE):
         carried = (POOL,) * len(self.layout.carried)
         hello = Hello(decode, self.layout, POOL, "fake", str(decode).encode(), carried)
-        self.rooms.link_up(link_id, hello, self.hear(link_id))
+        self.transfers.link_up(link_id, hello, self.hear(link_id))
 
     def hear(self, link_id):
         def send(message):
@@ -146,7 +146,7 @@ class Rank:
 
     def ticket(
         self,
-        room=A,
+        transfer_id=A,
         prompt_len=10,
         prefix_len=0,
         link_id=1,
@@ -159,7 +159,7 @@ class Rank:
         num_pages = -(-prompt_len // PAGE) - prefix_len // PAGE
         runs = runs_of(pages if pages is not None else range(500, 500 + num_pages))
         ticket = KvTicket(
-            room,
+            transfer_id,
             Generation(generation),
             prompt_len,
             prefix_len,
@@ -168,7 +168,7 @@ class Rank:
             self.targets(prompt_len) if targets is None else targets,
             want_digests=want_digests,
         )
-        self.rooms.ticket(link_id, ticket)
+        self.transfers.ticket(link_id, ticket)
 
     def targets(self, prompt_len):
         counts = [units_at(group, prompt_len, PAGE) for group in self.layout.carried]
@@ -176,46 +176,46 @@ class Rank:
         units = [range(first, first + count) for first, count in zip(firsts, counts, strict=False)]
         return targets_of(self.layout, prompt_len, units)
 
-    def request(self, room=A, prompt_len=10, decode=DECODE, timeout_s=30.0):
+    def request(self, transfer_id=A, prompt_len=10, decode=DECODE, timeout_s=30.0):
         request = Request(
             prompt_len,
             decode,
-            lambda end: self.ends.append((room, end)),
+            lambda end: self.ends.append((transfer_id, end)),
             self.now_s + timeout_s,
-            lambda end: self.failed.append((room, end)),
+            lambda end: self.failed.append((transfer_id, end)),
         )
-        self.rooms.open_room(room, request)
+        self.transfers.open_transfer(transfer_id, request)
 
-    def pages(self, start, end, room=A, first=0):
+    def pages(self, start, end, transfer_id=A, first=0):
         count = -(-end // PAGE) - start // PAGE
         pages = [PageId(first + start // PAGE + i) for i in range(count)]
-        self.rooms.pages_ready(room, start, end, pages)
+        self.transfers.pages_ready(transfer_id, start, end, pages)
 
-    def carried(self, prompt_len=10, room=A):
+    def carried(self, prompt_len=10, transfer_id=A):
         tail = [PageId(30 + page) for page in tail_pages(self.layout.groups[1], prompt_len, PAGE)]
-        self.rooms.carried_ready(room, (tail, [PageId(7)]))
+        self.transfers.carried_ready(transfer_id, (tail, [PageId(7)]))
 
-    def write(self, room):
-        """All that the room writes is posted."""
-        self.request(room=room)
-        self.ticket(room=room)
-        self.pages(0, 10, room=room)
+    def write(self, transfer_id):
+        """All that the transfer writes is posted."""
+        self.request(transfer_id=transfer_id)
+        self.ticket(transfer_id=transfer_id)
+        self.pages(0, 10, transfer_id=transfer_id)
         if self.layout.carried:
-            self.carried(room=room)
+            self.carried(transfer_id=transfer_id)
         self.turn()
         return self.transport.writes[-1]
 
     def turn(self):
         """Turn until nothing more happens by itself."""
-        while self.rooms.turn():
+        while self.transfers.turn():
             pass
 
     def interleave(self, events, data):
-        """Between them some of what is posted lands, as hypothesis draws; then all, until the room ends."""
+        """Between them some of what is posted lands, as hypothesis draws; then all, until its end."""
         for event in events:
             event()
             for _ in range(data.draw(st.integers(0, 3))):
-                self.rooms.turn()
+                self.transfers.turn()
                 unlanded = [write for write in self.transport.writes if not write.done]
                 if unlanded and data.draw(st.booleans()):
                     data.draw(st.sampled_from(unlanded)).done = True

@@ -1,4 +1,4 @@
-"""What was told of rooms reaches who asks, before or after."""
+"""What was told of transfers reaches who asks, before or after."""
 
 import asyncio
 
@@ -6,18 +6,18 @@ import pytest
 
 from services.engine.sglang.reports import Moved, TicketSent
 from services.engine.sglang.service import process_connections
-from services.engine.sglang.service.process_connections import RoomReports
+from services.engine.sglang.service.process_connections import TransferReports
 from services.values.errors import PeerFailed
-from services.values.rank import Room
+from services.values.rank import TransferId
 
-ROOM = Room(7)
+TRANSFER = TransferId(7)
 
 
-async def test_the_writes_of_a_room_are_those_of_all_processes(subtests):
+async def test_the_writes_of_a_transfer_are_those_of_all_processes(subtests):
     for asked in ["before", "after"]:
         with subtests.test(asked=asked):
-            told = RoomReports()
-            asking = asyncio.create_task(told.bytes_moved(ROOM, 2))
+            told = TransferReports()
+            asking = asyncio.create_task(told.bytes_moved(TRANSFER, 2))
             if asked == "before":
                 await asyncio.sleep(0)
             told.take(Moved(8, 1, 999, {}))
@@ -29,20 +29,20 @@ async def test_the_writes_of_a_room_are_those_of_all_processes(subtests):
 
 
 async def test_who_waits_for_a_ticket_gets_it_and_it_is_gone(monkeypatch):
-    told, ticket = RoomReports(), TicketSent(7, 32, 3)
-    asking = asyncio.create_task(told.ticket_of(ROOM))
+    told, ticket = TransferReports(), TicketSent(7, 32, 3)
+    asking = asyncio.create_task(told.ticket_of(TRANSFER))
     await asyncio.sleep(0)
     told.take(ticket)
     assert (await asking)[0] == ticket
     monkeypatch.setattr(process_connections, "_REPORT_TIMEOUT_S", 0.01)
     with pytest.raises(PeerFailed, match="no ticket was reported"):
-        await told.ticket_of(ROOM)
+        await told.ticket_of(TRANSFER)
 
 
-async def test_rooms_that_nobody_asks_for_are_forgotten(monkeypatch):
-    monkeypatch.setattr(process_connections, "_MAX_ROOMS", 2)
-    told = RoomReports()
-    for room in range(1, 6):
-        told.take(TicketSent(room, 0, 1))
-        told.take(Moved(room, 1, 1, {}))
+async def test_transfers_that_nobody_asks_for_are_forgotten(monkeypatch):
+    monkeypatch.setattr(process_connections, "_MAX_TRANSFERS", 2)
+    told = TransferReports()
+    for transfer_id in range(1, 6):
+        told.take(TicketSent(transfer_id, 0, 1))
+        told.take(Moved(transfer_id, 1, 1, {}))
     assert list(told._tickets) == list(told._moved) == [4, 5]

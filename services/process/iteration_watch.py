@@ -17,7 +17,7 @@ LOOKS = 20  # An iteration hangs after this many looks, which are spread over it
 _STALLED_LOOKS = LOOKS // 4
 
 
-class TurnWatch:
+class IterationWatch:
     """The thread calls `begins` and `rests`, the loop `look`; each writes only its own fields."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class TurnWatch:
         self._seen = iteration
 
 
-async def until_it_hangs(watch: TurnWatch, limit_s: float) -> None:
+async def until_it_hangs(watch: IterationWatch, limit_s: float) -> None:
     while watch.looks < LOOKS:
         await asyncio.sleep(limit_s / LOOKS)
         watch.look()

@@ -1,12 +1,12 @@
-"""How rooms end: aborts, lost links, failures, wrong pages, and what is remembered of them."""
+"""How transfers end: aborts, lost links, failures, wrong pages, and what is remembered of them."""
 
 import pytest
 
-from services.transfer.sending import rooms as rooms_module
+from services.transfer.sending import transfers as transfers_module
 from services.transfer.sending.delta_write import Sources
-from services.transfer.sending.room import Outcome, Request
-from services.values.rank import Room
-from transfer.sending.room_rank import DECODE, OTHER_DECODE, A, B, Rank
+from services.transfer.sending.sending_transfer import Outcome, Request
+from services.values.rank import TransferId
+from transfer.sending.sending_rank import DECODE, OTHER_DECODE, A, B, Rank
 
 
 def test_aborts(subtests):
@@ -18,7 +18,7 @@ def test_aborts(subtests):
             if state in ("requested", "writing"):
                 rank.request()
             rank.take_said()
-            rank.rooms.abort(1, A)
+            rank.transfers.abort(1, A)
             rank.turn()
             assert rank.take_said() == ["ack"]
             assert [end.outcome for _, end in rank.ends] == [Outcome.ABORTED] * (
@@ -30,7 +30,7 @@ def test_aborts(subtests):
             rank.ends.clear()
             rank.request()
             assert rank.outcome.error
-            assert rank.rooms.open_rooms == 0
+            assert rank.transfers.open_transfers == 0
 
     for end in ["lands", "fails"]:
         with subtests.test("an abort is acknowledged only when the posted writes are over", end=end):
@@ -41,7 +41,7 @@ def test_aborts(subtests):
             rank.turn()
             rank.take_said()
 
-            rank.rooms.abort(1, A)
+            rank.transfers.abort(1, A)
             rank.pages(8, 10)
             rank.turn()
             assert (rank.take_said(), rank.ends, len(rank.moved)) == ([], [], 2)
@@ -56,7 +56,7 @@ def test_aborts(subtests):
 
             assert rank.take_said() == ["ack"]
             assert rank.outcome.outcome is Outcome.ABORTED
-            rank.rooms.abort(1, A)
+            rank.transfers.abort(1, A)
             assert rank.take_said() == ["ack"]
 
     for when in ["while writing", "afterwards"]:
@@ -66,22 +66,22 @@ def test_aborts(subtests):
             rank.request()
             rank.pages(0, 10)
             rank.turn()
-            rank.rooms.link_lost(1)
+            rank.transfers.link_lost(1)
             rank.link_up(2)
             rank.take_said()
             if when == "while writing":
-                rank.rooms.abort(2, A)
+                rank.transfers.abort(2, A)
                 assert rank.said == []
             rank.transport.land()
             rank.turn()
             if when == "afterwards":
                 rank.said.clear()
-                rank.rooms.abort(2, A)
+                rank.transfers.abort(2, A)
             assert rank.said == [(2, "ack")]
 
 
 def test_failures_are_told_with_their_reason(subtests):
-    with subtests.test("a failed write fails the room when the others are over"):
+    with subtests.test("a failed write fails the transfer when the others are over"):
         rank = Rank(max_post_bytes=100)
         rank.ticket()
         rank.request()
@@ -104,7 +104,10 @@ def test_failures_are_told_with_their_reason(subtests):
         rank.turn()
         rank.transport.writes[0].failure = "cut"
         rank.turn()
-        assert ([(room, end.error) for room, end in rank.failed], rank.ends) == ([(A, "cut")], [])
+        assert ([(transfer_id, end.error) for transfer_id, end in rank.failed], rank.ends) == (
+            [(A, "cut")],
+            [],
+        )
         rank.transport.land()
         rank.turn()
         assert (len(rank.failed), rank.outcome.error) == (1, "cut")
@@ -115,7 +118,7 @@ def test_failures_are_told_with_their_reason(subtests):
             rank.request()
             if when == "ticketed":
                 rank.ticket()
-            rank.rooms.fail_room(A, "out of memory")
+            rank.transfers.fail_transfer(A, "out of memory")
             rank.turn()
             if when == "before the ticket":
                 rank.ticket()
@@ -131,7 +134,7 @@ def test_failures_are_told_with_their_reason(subtests):
         [(2, 8)],
         [(0, 10), (8, 10)],
     ]:
-        with subtests.test("pages out of order fail the room and are not written", calls=calls):
+        with subtests.test("pages out of order fail the transfer and are not written", calls=calls):
             rank = Rank()
             rank.request()
             for start, end in calls:
@@ -142,7 +145,7 @@ def test_failures_are_told_with_their_reason(subtests):
 
 
 def test_lost_links(subtests):
-    with subtests.test("a lost link ends its rooms but the peer stays until the writes are over"):
+    with subtests.test("a lost link ends its transfers but the peer stays until the writes are over"):
         rank = Rank()
         rank.link_up(2, OTHER_DECODE)
         rank.ticket(A)
@@ -150,28 +153,28 @@ def test_lost_links(subtests):
         rank.pages(0, 10)
         rank.turn()
         rank.ticket(B)
-        rank.request(Room(0xC))  # its ticket can come no more
-        rank.ticket(Room(0xD), link_id=2)
+        rank.request(TransferId(0xC))  # its ticket can come no more
+        rank.ticket(TransferId(0xD), link_id=2)
         rank.take_said()
 
-        rank.rooms.link_lost(1)
+        rank.transfers.link_lost(1)
         rank.turn()
-        assert [room for room, _ in rank.ends] == [0xC]
+        assert [transfer_id for transfer_id, _ in rank.ends] == [0xC]
         assert rank.transport.peers == {str(DECODE), str(OTHER_DECODE)}
         rank.transport.land()
         rank.turn()
 
-        assert [room for room, _ in rank.ends] == [0xC, A]
+        assert [transfer_id for transfer_id, _ in rank.ends] == [0xC, A]
         assert {end.outcome for _, end in rank.ends} == {Outcome.FAILED}
         assert rank.transport.peers == {str(OTHER_DECODE)}
-        assert rank.rooms.open_rooms == 1
-        rank.rooms.link_lost(1)  # said twice: nothing
+        assert rank.transfers.open_transfers == 1
+        rank.transfers.link_lost(1)  # said twice: nothing
 
     with subtests.test("a request outlives the link when decode has another"):
         rank = Rank()
         rank.request()
         rank.link_up(2)
-        rank.rooms.link_lost(1)
+        rank.transfers.link_lost(1)
         rank.ticket(link_id=2)
         assert (rank.take_said(), rank.ends) == (["accepted"], [])
         assert rank.transport.peers == {str(DECODE)}
@@ -186,68 +189,72 @@ def test_cancels_and_stops(subtests):
                 rank.ticket()
                 rank.pages(0, 10)
                 rank.turn()
-                rank.rooms.cancel_room(A)
+                rank.transfers.cancel_transfer(A)
                 rank.turn()
                 assert rank.ends == []
                 rank.transport.land()
                 rank.turn()
                 assert rank.take_said() == ["accepted", "failed"]
             else:
-                rank.rooms.cancel_room(A)
+                rank.transfers.cancel_transfer(A)
                 assert rank.ends
                 rank.ticket()
                 assert rank.take_said() == ["failed"]
             assert rank.outcome.outcome is Outcome.ABORTED
-            rank.rooms.cancel_room(A)
+            rank.transfers.cancel_transfer(A)
             rank.pages(0, 10)
 
-    with subtests.test("stopping fails every room"):
+    with subtests.test("stopping fails every transfer"):
         rank = Rank()
         rank.ticket(A)
         rank.request(A)
         rank.pages(0, 10)
         rank.turn()
         rank.ticket(B)
-        rank.request(Room(0xC))
+        rank.request(TransferId(0xC))
         rank.take_said()
-        rank.rooms.fail_all("the rank is stopping")
+        rank.transfers.fail_all("the rank is stopping")
         rank.turn()
-        assert (rank.take_said(), [room for room, _ in rank.ends], rank.rooms.open_rooms) == (
+        assert (
+            rank.take_said(),
+            [transfer_id for transfer_id, _ in rank.ends],
+            rank.transfers.open_transfers,
+        ) == (
             ["failed"],
             [0xC],
             1,
         )
-        rank.rooms.give_up_all()
-        assert [room for room, _ in rank.ends] == [0xC, A]
+        rank.transfers.give_up_all()
+        assert [transfer_id for transfer_id, _ in rank.ends] == [0xC, A]
 
 
 def test_tombstones(subtests):
-    with subtests.test("a room that is over keeps nothing of what it was told"):
+    with subtests.test("a transfer that is over keeps nothing of what it was told"):
         # Thousands are remembered, and a ticket names every page of a prompt.
         rank = Rank()
         rank.write(A).done = True
         rank.turn()
-        (over,) = rank.rooms._tombstones.values()
+        (over,) = rank.transfers._tombstones.values()
         assert (over.ticket, over.link, over.sources, over.delta) == (None, None, Sources(), None)
-        rank.rooms.abort(1, A)
+        rank.transfers.abort(1, A)
         assert rank.take_said() == ["accepted", "landed", "ack"]
 
     with subtests.test("tombstones are bounded"), pytest.MonkeyPatch.context() as monkeypatch:
         rank = Rank()
-        monkeypatch.setattr(rooms_module, "_MAX_TOMBSTONES", 3)
-        for room in range(10):
-            rank.rooms.abort(1, Room(room))
+        monkeypatch.setattr(transfers_module, "_MAX_TOMBSTONES", 3)
+        for transfer_id in range(10):
+            rank.transfers.abort(1, TransferId(transfer_id))
         rank.take_said()
-        rank.ticket(Room(9))
-        rank.ticket(Room(0))  # forgotten: it will end with its lease
+        rank.ticket(TransferId(9))
+        rank.ticket(TransferId(0))  # forgotten: it will end with its lease
         assert rank.take_said() == ["refused", "accepted"]
 
 
-def test_an_engine_that_raises_does_not_harm_the_other_rooms(rank, caplog):
+def test_an_engine_that_raises_does_not_harm_the_other_transfers(rank, caplog):
     def raises(end):
         raise RuntimeError("the loop is closed")
 
-    rank.rooms.open_room(A, Request(10, DECODE, raises, 101.0))
+    rank.transfers.open_transfer(A, Request(10, DECODE, raises, 101.0))
     rank.request(B, timeout_s=2.0)
     rank.now_s = 103.0
     rank.turn()

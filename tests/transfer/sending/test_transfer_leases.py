@@ -1,7 +1,7 @@
-"""How long a room may wait and write: its lease, its other half, and a rank that stood still meanwhile."""
+"""How long a transfer may wait and write: its lease, its other half, and a rank that stood still."""
 
-from services.transfer.sending.room import Outcome
-from transfer.sending.room_rank import DECODE, OTHER_DECODE, A, B, Rank
+from services.transfer.sending.sending_transfer import Outcome
+from transfer.sending.sending_rank import DECODE, OTHER_DECODE, A, B, Rank
 
 
 def test_the_end_of_a_lease(subtests):
@@ -27,10 +27,10 @@ def test_the_end_of_a_lease(subtests):
         rank.link_up(2, OTHER_DECODE)
         rank.ticket(until_s=110.0)
         rank.request()
-        rank.rooms.renew(1, A, 120.0)
-        rank.rooms.renew(1, A, 105.0)
-        rank.rooms.renew(2, A, 999.0)  # another decode rank has no say
-        rank.rooms.renew(1, B, 999.0)
+        rank.transfers.renew(1, A, 120.0)
+        rank.transfers.renew(1, A, 105.0)
+        rank.transfers.renew(2, A, 999.0)  # another decode rank has no say
+        rank.transfers.renew(1, B, 999.0)
         rank.now_s = 119.9
         rank.pages(0, 8)
         rank.turn()
@@ -48,16 +48,16 @@ def test_each_half_waits_for_the_other(subtests):
         rank.request(B, timeout_s=20.0)
         rank.now_s = 109.9
         rank.turn()
-        assert (rank.take_said(), rank.ends, rank.rooms.next_deadline_s()) == (["accepted"], [], 110.0)
+        assert (rank.take_said(), rank.ends, rank.transfers.next_deadline_s()) == (["accepted"], [], 110.0)
         rank.now_s = 110.0
         rank.turn()
-        assert (rank.take_said(), rank.ends, rank.rooms.next_deadline_s()) == (["failed"], [], 120.0)
+        assert (rank.take_said(), rank.ends, rank.transfers.next_deadline_s()) == (["failed"], [], 120.0)
         rank.now_s = 120.0
         rank.turn()
-        assert rank.outcome.error == "no ticket came for the room in time"
+        assert rank.outcome.error == "no ticket came for the transfer in time"
         rank.ticket(B)  # too late
         assert rank.take_said() == ["failed"]
-        assert rank.rooms.next_deadline_s() is None
+        assert rank.transfers.next_deadline_s() is None
 
     for first in ["ticket", "request"]:
         with subtests.test("the other half that came in time is not too late after a stop", first=first):
@@ -70,7 +70,7 @@ def test_each_half_waits_for_the_other(subtests):
             rank.turn()
             assert not rank.ends and "failed" not in rank.take_said()
             getattr(rank, second)(**{"ticket": {"until_s": 160.0}, "request": {}}[second])
-            rank.rooms.renew(1, A, 160.0)
+            rank.transfers.renew(1, A, 160.0)
             rank.pages(0, 10)
             rank.turn()
             rank.transport.land()
@@ -80,7 +80,7 @@ def test_each_half_waits_for_the_other(subtests):
 
 def test_a_lease_of_a_rank_that_stood_still(subtests):
     with subtests.test("a lease that was renewed in time holds though the rank stood still"):
-        # Nothing is posted past what is known of the lease, and the room waits until all was heard.
+        # Nothing is posted past what is known of the lease, and the transfer waits until all was heard.
         rank = Rank()
         rank.ticket(until_s=110.0)
         rank.request()
@@ -89,8 +89,8 @@ def test_a_lease_of_a_rank_that_stood_still(subtests):
         rank.pages(0, 10)
         rank.turn()
         assert not rank.transport.writes and not rank.failed
-        assert rank.rooms.next_deadline_s() == 110.0  # the thread looks again
-        rank.rooms.renew(1, A, 120.0)  # it was in a socket
+        assert rank.transfers.next_deadline_s() == 110.0  # the thread looks again
+        rank.transfers.renew(1, A, 120.0)  # it was in a socket
         rank.turn()
         assert len(rank.transport.writes) == 1
         rank.transport.land()

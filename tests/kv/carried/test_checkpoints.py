@@ -1,11 +1,11 @@
-"""Which resume points are kept, found and evicted."""
+"""Which checkpoints are kept, found and evicted."""
 
 from itertools import count
 
 import pytest
 
+from services.kv.checkpoints import Checkpoints, SavedPoint, _KeptPoint
 from services.kv.radix_tree import Node, RadixTree
-from services.kv.resume_points import ResumePoints, SavedPoint, _KeptPoint
 
 BLOCK = 2
 
@@ -13,7 +13,7 @@ BLOCK = 2
 class Store:
     def __init__(self):
         self.dropped = []
-        self.points = ResumePoints(lambda point: self.dropped.append(point.position))
+        self.points = Checkpoints(lambda point: self.dropped.append(point.position))
         self.tree = RadixTree(1, BLOCK, "m", forget=self.points.forget)
         self._pages = count()
 

@@ -4,16 +4,16 @@ import asyncio
 
 import pytest
 
-from services.transfer.receiving.room_watch import RoomWatch
+from services.transfer.receiving.transfer_watch import TransferWatch
 from services.values.errors import PeerFailed
-from services.values.rank import Generation, RankAddress, RankId, Room
+from services.values.rank import Generation, RankAddress, RankId, TransferId
 from transfer.receiving.link_pair import FakeLink
 
 
 async def check_news(news):
     link, now_s, sought = FakeLink(), 0.0, []
     writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-    watch = RoomWatch(Room(5), writer, link, 20_000.0, lambda: now_s, sought.append)
+    watch = TransferWatch(TransferId(5), writer, link, 20_000.0, lambda: now_s, sought.append)
     stopped = asyncio.create_task(watch.writer_stopped(fence_s=1.0))
     await asyncio.sleep(0)
     if news == "acknowledged":
@@ -44,7 +44,7 @@ async def check_fence(word):
     """The fence holds also while the stream stands; the transfer itself has failed at once."""
     link, now_s, sought = FakeLink(), 0.0, []
     writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-    watch = RoomWatch(Room(5), writer, link, 10.0, lambda: now_s, sought.append)
+    watch = TransferWatch(TransferId(5), writer, link, 10.0, lambda: now_s, sought.append)
     if word == "acknowledged":
         watch.abort()
     watch.on_unsettled("cut")
@@ -66,7 +66,7 @@ async def test_a_lease_and_the_fence_behind_it(subtests):
     with subtests.test("a lease grows by renewals and never shrinks"):
         now_s = 0.0
         writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-        watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+        watch = TransferWatch(TransferId(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
         for until_s in (50.0, 20.0):  # what was granted stays granted
             watch.renew(until_s)
         watch.on_lost()
@@ -77,7 +77,7 @@ async def test_a_lease_and_the_fence_behind_it(subtests):
     with subtests.test("a word that comes after the lease has the fence before it still"):
         now_s = 100.0
         writer = RankAddress(RankId("prefill", 0, Generation(7)), "nowhere:1")
-        watch = RoomWatch(Room(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
+        watch = TransferWatch(TransferId(5), writer, FakeLink(), 10.0, lambda: now_s, lambda watch: None)
         watch.on_unsettled("cut")
         for now_s in (104.9, 105.0):
             assert watch.is_over(fence_s=5.0) == (now_s == 105.0)

@@ -177,7 +177,7 @@ class _KeptPoint:
 
 
 @dataclass(slots=True)
-class ResumePoints:
+class Checkpoints:
     """There is at most one checkpoint per node. `drop` is called with each one that is removed."""
 
     drop: Callable[[SavedPoint], None]
@@ -247,7 +247,7 @@ class ResumePoints:
 
     def check(self) -> None:
         for node, kept in self._kept.items():
-            assert node.resumable, f"{node} has a resume point and does not know"
+            assert node.resumable, f"{node} has a checkpoint and does not know"
             assert kept.above is self._kept_above(node), f"{node}: {kept.above} is not the next one above"
             assert kept.below == set(self._nearest_below(node)), f"{node}: {kept.below} are not those below"
         self._order.check()

@@ -1,14 +1,14 @@
-"""Rooms of a prefill rank as stories: what decode and the engine say, what the rank says and writes.
+"""Transfers of a prefill rank as stories: what decode and the engine say, what the rank says and writes.
 
 The transport lands when told to, and the clock stands still but for `wait`.
 
-    ticket ROOM [prompt=] [from=] [until=] [link=]     decode's KvTicket; pages 500 and on
-    garbled ROOM                                       a ticket that cannot be read
-    request ROOM [prompt=]                             the Prefill call came
-    computed ROOM UPTO                                 the engine offers the pages of the next tokens
-    carried ROOM [prompt=]                             and the tail and the state at the prompt's end
-    abort ROOM [link=], link NUMBER, lose NUMBER       decode's stream
-    cancel ROOM                                        the Prefill call was cancelled
+    ticket ID [prompt=] [from=] [until=] [link=]       decode's KvTicket; pages 500 and on
+    garbled ID                                         a ticket that cannot be read
+    request ID [prompt=]                               the Prefill call came
+    computed ID UPTO                                   the engine offers the pages of the next tokens
+    carried ID [prompt=]                               and the tail and the state at the prompt's end
+    abort ID [link=], link NUMBER, lose NUMBER         decode's stream
+    cancel ID                                          the Prefill call was cancelled
     land, cut [unsettled]                              all that is posted; the oldest write
     wait SECONDS
     hybrid                                             what follows is of a model that has, beside full
@@ -16,12 +16,12 @@ The transport lands when told to, and the clock stands still but for `wait`.
                                                        state (group 2)
 """
 
-from services.values.rank import Room
+from services.values.rank import TransferId
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.sending.room_rank import HYBRID, LAYOUT, Rank
+from transfer.sending.sending_rank import HYBRID, LAYOUT, Rank
 
 
-class Rooms(Rank):
+class Transfers(Rank):
     def __init__(self):
         self.begin(LAYOUT)
 
@@ -35,8 +35,12 @@ class Rooms(Rank):
         return lambda message: self.told.append(f"says on link {link_id}: {words_of(message)}")
 
     def perform(self, command):
-        room = Room(int(command.words[0], 16)) if command.words and command.name in _OF_A_ROOM else None
-        getattr(self, f"do_{command.name.replace('-', '_')}")(command, room)
+        transfer_id = (
+            TransferId(int(command.words[0], 16))
+            if command.words and command.name in _OF_A_TRANSFER
+            else None
+        )
+        getattr(self, f"do_{command.name.replace('-', '_')}")(command, transfer_id)
         self.turn()
         yield from self.news()
 
@@ -50,61 +54,61 @@ class Rooms(Rank):
         yield from self.ended("lets go of the pages of", self.ends)
 
     def ended(self, what, ends):
-        for room, end in ends:
-            yield f"{what} {room:X}: {end.outcome.value}" + (f", {end.error}" if end.error else "")
+        for transfer_id, end in ends:
+            yield f"{what} {transfer_id:X}: {end.outcome.value}" + (f", {end.error}" if end.error else "")
         ends.clear()
 
-    def do_ticket(self, command, room):
+    def do_ticket(self, command, transfer_id):
         numbers = {name: int(value) for name, value in command.options.items()}
         self.ticket(
-            room,
+            transfer_id,
             numbers.get("prompt", 10),
             numbers.get("from", 0),
             numbers.get("link", 1),
             float(numbers.get("until", 110)),
         )
 
-    def do_garbled(self, command, room):
-        self.rooms.refuse(int(command.options.get("link", 1)), room, "it cannot be read")
+    def do_garbled(self, command, transfer_id):
+        self.transfers.refuse(int(command.options.get("link", 1)), transfer_id, "it cannot be read")
 
-    def do_request(self, command, room):
-        self.request(room, int(command.options.get("prompt", 10)))
+    def do_request(self, command, transfer_id):
+        self.request(transfer_id, int(command.options.get("prompt", 10)))
 
-    def do_computed(self, command, room):
+    def do_computed(self, command, transfer_id):
         end = int(command.words[1])
-        self.pages(self.computed.get(room, 0), end, room)
-        self.computed[room] = end
+        self.pages(self.computed.get(transfer_id, 0), end, transfer_id)
+        self.computed[transfer_id] = end
 
-    def do_carried(self, command, room):
-        self.carried(int(command.options.get("prompt", 10)), room)
+    def do_carried(self, command, transfer_id):
+        self.carried(int(command.options.get("prompt", 10)), transfer_id)
 
-    def do_hybrid(self, command, room):
+    def do_hybrid(self, command, transfer_id):
         self.begin(HYBRID)
 
-    def do_abort(self, command, room):
-        self.rooms.abort(int(command.options.get("link", 1)), room)
+    def do_abort(self, command, transfer_id):
+        self.transfers.abort(int(command.options.get("link", 1)), transfer_id)
 
-    def do_cancel(self, command, room):
-        self.rooms.cancel_room(room)
+    def do_cancel(self, command, transfer_id):
+        self.transfers.cancel_transfer(transfer_id)
 
-    def do_link(self, command, room):
+    def do_link(self, command, transfer_id):
         self.link_up(int(command.words[0]))
 
-    def do_lose(self, command, room):
-        self.rooms.link_lost(int(command.words[0]))
+    def do_lose(self, command, transfer_id):
+        self.transfers.link_lost(int(command.words[0]))
 
-    def do_land(self, command, room):
+    def do_land(self, command, transfer_id):
         self.transport.land()
 
-    def do_cut(self, command, room):
+    def do_cut(self, command, transfer_id):
         write = next(write for write in self.transport.writes if not write.released)
         write.failure, write.unsettled = "the network is down", "unsettled" in command.words
 
-    def do_wait(self, command, room):
+    def do_wait(self, command, transfer_id):
         self.now_s += float(command.words[0])
 
 
-_OF_A_ROOM = (
+_OF_A_TRANSFER = (
     "ticket",
     "garbled",
     "request",

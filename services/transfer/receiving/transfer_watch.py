@@ -2,7 +2,7 @@
 
 services/kv/handshake.py draws its states. This adds to them:
 
-    send_ticket --> RoomWatch <-- its link: Status, AbortAck, lost, linked anew, next incarnation seen
+    send_ticket --> TransferWatch <-- its link: Status, AbortAck, lost, linked anew, next incarnation seen
                       |   ^-- its owner: renew, abort
                       +--> outcome: the first word, or the loss of the stream, decides; no later one does
                       +--> writer_stopped: the quarantine is over, by a last word or by fence time
@@ -24,7 +24,7 @@ from services.kv.handshake import (
     step_reservation,
 )
 from services.values.errors import PeerFailed
-from services.values.rank import RankAddress, Room
+from services.values.rank import RankAddress, TransferId
 
 log = logging.getLogger(__name__)
 
@@ -57,27 +57,27 @@ _Outcome = Landed | Renegotiated | str  # A text is the reason of a failure.
 
 
 class WriterLink(Protocol):
-    def send_renewal(self, room: Room, write_until_s: float) -> None: ...
+    def send_renewal(self, transfer_id: TransferId, write_until_s: float) -> None: ...
 
-    def send_abort(self, room: Room) -> None: ...
+    def send_abort(self, transfer_id: TransferId) -> None: ...
 
     def lease_end_s(self, write_until_s: float) -> float:
         """Return the time on our clock by which the writer's clock has reached `write_until_s`."""
 
 
-class RoomWatch:
+class TransferWatch:
     """SenderLink.send_ticket makes it; every method is called on its loop."""
 
     def __init__(
         self,
-        room: Room,
+        transfer_id: TransferId,
         writer: RankAddress,
         link: WriterLink,
         write_until_s: float,
         clock: Callable[[], float],
-        seek: Callable[["RoomWatch"], None],
+        seek: Callable[["TransferWatch"], None],
     ) -> None:
-        self.room = room
+        self.transfer_id = transfer_id
         self.writer = writer
         self.state = ReservationState.FILLING
         self._link = link  # This is the newest link.
@@ -91,7 +91,7 @@ class RoomWatch:
         self._unanswered_told = False
 
     def __repr__(self) -> str:
-        return f"RoomWatch({self.room:016x} at {self.writer.id} {self.state.name})"
+        return f"TransferWatch({self.transfer_id:016x} at {self.writer.id} {self.state.name})"
 
     # -- what its owner asks ------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class RoomWatch:
         """Let the writer write until then, on its own clock. Nothing happens once settled or lost."""
         if not self._settled.is_set():
             self._lease_end_s = max(self._lease_end_s, self._link.lease_end_s(write_until_s))
-            self._link.send_renewal(self.room, write_until_s)
+            self._link.send_renewal(self.transfer_id, write_until_s)
 
     def abort(self) -> bool:
         """Give up.
@@ -138,7 +138,7 @@ class RoomWatch:
             await self._learn_more(fence_s)
         if self._quarantined:
             self._step(ReservationEvent.FENCE_OVER)
-            log.warning("kv_fence_time_over room=%016x writer=%s", self.room, self.writer.id)
+            log.warning("kv_fence_time_over room=%016x writer=%s", self.transfer_id, self.writer.id)
 
     def is_over(self, fence_s: float) -> bool:
         fenced = may_expire(self.state) and self._left_s(fence_s) <= 0
@@ -161,7 +161,7 @@ class RoomWatch:
     def _ask_again(self) -> None:
         if not self._unanswered_told:
             self._unanswered_told = True
-            log.warning("kv_abort_unanswered room=%016x writer=%s", self.room, self.writer.id)
+            log.warning("kv_abort_unanswered room=%016x writer=%s", self.transfer_id, self.writer.id)
         self._step(ReservationEvent.FENCE_OVER)
 
     async def _hear(self, timeout_s: float) -> None:
@@ -214,7 +214,7 @@ class RoomWatch:
     def _perform(self, effect: ReservationEffect) -> None:
         match effect:
             case ReservationEffect.SEND_ABORT:
-                self._link.send_abort(self.room)
+                self._link.send_abort(self.transfer_id)
             case ReservationEffect.BEGIN_FENCE:
                 self._lease_end_s = max(self._lease_end_s, self._clock())
             case ReservationEffect.SEEK:

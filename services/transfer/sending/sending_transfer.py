@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.kv.handshake import ROOM_OVER, RoomEvent, RoomState
+from services.kv.handshake import TRANSFER_OVER, TransferEvent, TransferState
 from services.kv.ticket import hit_kind
 from services.transfer.sending.delta_write import DeltaDigests, DeltaWrite, Sources
 from services.transfer.transport import PeerName
 from services.values.kv import HitKind, KvLayout, KvTicket, PoolMemory
-from services.values.rank import RankId, Room
+from services.values.rank import RankId, TransferId
 from services.wire.isthmus.v1 import handshake_pb2
 
 Send = Callable[[handshake_pb2.HandshakeMessage], None]
@@ -28,17 +28,17 @@ class Outcome(Enum):
 
 
 _OUTCOMES = {
-    RoomEvent.LANDED: Outcome.LANDED,
-    RoomEvent.FAILED: Outcome.FAILED,
-    RoomEvent.WRONG_TICKET: Outcome.FAILED,
-    RoomEvent.LINK_LOST: Outcome.FAILED,
-    RoomEvent.ABORT: Outcome.ABORTED,
-    RoomEvent.CANCELLED: Outcome.ABORTED,
+    TransferEvent.LANDED: Outcome.LANDED,
+    TransferEvent.FAILED: Outcome.FAILED,
+    TransferEvent.WRONG_TICKET: Outcome.FAILED,
+    TransferEvent.LINK_LOST: Outcome.FAILED,
+    TransferEvent.ABORT: Outcome.ABORTED,
+    TransferEvent.CANCELLED: Outcome.ABORTED,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class RoomEnd:
+class TransferEnd:
     """This is the outcome of a request's transfer. `error` says why it did not land."""
 
     outcome: Outcome
@@ -56,10 +56,10 @@ class RoomEnd:
 class Request:
     prompt_len: int
     decode: RankId
-    on_end: Callable[[RoomEnd], None]  # It is called once, when no source page is read any more.
+    on_end: Callable[[TransferEnd], None]  # It is called once, when no source page is read any more.
     ticket_deadline_s: float
     # It is called before `on_end` if a failure is known before.
-    on_failed: Callable[[RoomEnd], None] = lambda end: None
+    on_failed: Callable[[TransferEnd], None] = lambda end: None
     with_draft: bool = True  # The draft model's pages are written, too, if both sides have them.
 
 
@@ -77,12 +77,12 @@ class Link:
 
 
 @dataclass(slots=True, eq=False)
-class SendingRoom:
-    """This is a transfer's record. A RoomTable owns it, and only its `_step` changes the state."""
+class SendingTransfer:
+    """This is a transfer's record. A TransferTable owns it, and only its `_step` changes the state."""
 
-    id: Room
+    id: TransferId
     decode: RankId
-    state: RoomState = RoomState.NEW
+    state: TransferState = TransferState.NEW
     link: Link | None = None
     ticket: KvTicket | None = None
     write_until_s: float = 0.0
@@ -101,7 +101,7 @@ class SendingRoom:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ROOM_OVER
+        return self.state in TRANSFER_OVER
 
     @property
     def landed(self) -> bool:
@@ -124,18 +124,20 @@ class SendingRoom:
     def missing(self) -> str:
         return "ticket" if self.ticket is None else "request"
 
-    def note_outcome(self, event: RoomEvent, reason: str) -> None:
+    def note_outcome(self, event: TransferEvent, reason: str) -> None:
         if self.outcome is None and event in _OUTCOMES:
             self.outcome, self.reason = _OUTCOMES[event], reason
 
-    def end(self, now_s: float) -> RoomEnd:
+    def end(self, now_s: float) -> TransferEnd:
         if self.delta is None:
             outcome = Outcome.ABORTED if self.outcome is Outcome.ABORTED else Outcome.FAILED
-            return RoomEnd(outcome, self.reason or "the room is over")  # The request may have come too late.
+            return TransferEnd(
+                outcome, self.reason or "the transfer is over"
+            )  # The request may have come too late.
         outcome = self.outcome or Outcome.FAILED
         error = None if outcome is Outcome.LANDED else self.reason
         seconds = now_s - self.began_s
-        return RoomEnd(outcome, error, self.delta.group_bytes, self.delta.descriptors, seconds)
+        return TransferEnd(outcome, error, self.delta.group_bytes, self.delta.descriptors, seconds)
 
     def send_status(self, state: handshake_pb2.Status.State) -> None:
         status = handshake_pb2.Status(room=self.id, state=state, reason=self.reason)

@@ -1,4 +1,4 @@
-"""Rooms on a prefill rank, with a transport that lands when told to and a clock that stands still."""
+"""Transfers on a prefill rank, with a transport that lands when told to and a clock that stands still."""
 
 from collections import Counter
 from itertools import product
@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kv.page_digest import digest_of
-from services.transfer.sending import rooms as rooms_module
-from services.transfer.sending.room import Outcome
+from services.transfer.sending import transfers as transfers_module
+from services.transfer.sending.sending_transfer import Outcome
 from services.values.kv import PageId
 from services.wire.isthmus.v1 import handshake_pb2 as pb
-from transfer.sending.room_rank import LAYOUT, OTHER_DECODE, PAGE, A, B, Rank, page_of
+from transfer.sending.sending_rank import LAYOUT, OTHER_DECODE, PAGE, A, B, Rank, page_of
 
 
 def test_the_delta_is_written_in_whatever_order_things_come(subtests):
@@ -46,8 +46,8 @@ def test_the_delta_is_written_in_whatever_order_things_come(subtests):
             assert rank.last.status.bytes_moved == len(moved) * 100
             assert rank.last.status.hit == (pb.HIT_KIND_PARTIAL if prefix_len else pb.HIT_KIND_NONE)
             assert (rank.outcome.outcome, rank.outcome.error) == (Outcome.LANDED, None)
-            assert rank.outcome.bytes_moved == rank.rooms.bytes_moved_total == len(moved) * 100
-            assert rank.rooms.open_rooms == 0
+            assert rank.outcome.bytes_moved == rank.transfers.bytes_moved_total == len(moved) * 100
+            assert rank.transfers.open_transfers == 0
 
     with subtests.test("a full hit lands without waiting for the compute"):
         rank = Rank()
@@ -97,7 +97,7 @@ def test_posts_are_bounded(subtests):
         rank.pages(0, 40)
         for posted in range(2, 11):
             rank.turn()
-            assert (len(rank.transport.writes), rank.rooms.writes_in_flight) == (posted, 2)
+            assert (len(rank.transport.writes), rank.transfers.writes_in_flight) == (posted, 2)
             rank.transport.writes[posted - 2].done = True
         rank.now_s = 110.0  # the lease is over, and all is posted
         rank.transport.land()
@@ -146,23 +146,23 @@ def test_digests(subtests):
         assert list(rank.last.status.page_digests) == []
 
     with (
-        subtests.test("digests take turns with other rooms posts"),
+        subtests.test("digests take turns with other transfers posts"),
         pytest.MonkeyPatch.context() as monkeypatch,
     ):
         rank = Rank()
-        monkeypatch.setattr(rooms_module, "_DIGEST_PIECE_BYTES", 2 * LAYOUT.page_bytes)
+        monkeypatch.setattr(transfers_module, "_DIGEST_PIECE_BYTES", 2 * LAYOUT.page_bytes)
         rank.ticket(A, prompt_len=20, want_digests=True)
         rank.request(A, prompt_len=20)
         rank.pages(0, 20, A)
-        rank.rooms.turn()
+        rank.transfers.turn()
         rank.transport.land()
         rank.ticket(B, prompt_len=4, pages=[600])
         rank.request(B, prompt_len=4)
         rank.pages(0, 4, B)
         rank.take_said()
-        assert rank.rooms.turn()
+        assert rank.transfers.turn()
         assert (len(rank.read), len(rank.transport.writes), rank.take_said()) == (4, 2, [])
-        assert rank.rooms.turn()
+        assert rank.transfers.turn()
         assert (len(rank.read), rank.take_said()) == (5, ["landed"])
 
     for end in ["fails", "is aborted"]:
@@ -171,15 +171,15 @@ def test_digests(subtests):
             pytest.MonkeyPatch.context() as monkeypatch,
         ):
             rank = Rank()
-            monkeypatch.setattr(rooms_module, "_DIGEST_PIECE_BYTES", 1)
+            monkeypatch.setattr(transfers_module, "_DIGEST_PIECE_BYTES", 1)
             rank.ticket(want_digests=True)
             rank.request()
             rank.pages(0, 10)
-            rank.rooms.turn()
+            rank.transfers.turn()
             if end == "fails":
                 rank.transport.writes[0].failure = "cut"
             else:
-                rank.rooms.abort(1, A)
+                rank.transfers.abort(1, A)
                 rank.transport.land()
             rank.turn()
             assert rank.take_said() == ["accepted", "failed" if end == "fails" else "ack"]
@@ -207,11 +207,11 @@ def test_tickets_that_are_refused_or_sent_back(subtests):
             assert rank.take_said() == ["refused"]
             assert reason in rank.last.status.reason
             assert [reason in end.error for _, end in rank.ends] == [True] * requested
-            assert rank.rooms.open_rooms == 0
+            assert rank.transfers.open_transfers == 0
 
     for requested in [False, True]:
         with subtests.test(
-            "a ticket that starts within a page is sent back and the room waits on", requested=requested
+            "a ticket that starts within a page is sent back and the transfer waits on", requested=requested
         ):
             rank = Rank()
             if requested:
@@ -219,7 +219,7 @@ def test_tickets_that_are_refused_or_sent_back(subtests):
             rank.ticket(prefix_len=6, pages=range(500, 502))
             assert rank.take_said() == ["renegotiate"]
             assert rank.last.status.start == 4
-            assert rank.rooms.open_rooms == requested
+            assert rank.transfers.open_transfers == requested
             rank.ticket(prefix_len=4)
             if not requested:
                 rank.request()
@@ -230,13 +230,13 @@ def test_tickets_that_are_refused_or_sent_back(subtests):
             assert rank.take_said() == ["accepted", "landed"]
             assert rank.moved == [(1, 500), (2, 501)]
 
-    with subtests.test("a room that waits for a better ticket does not wait for ever"):
+    with subtests.test("a transfer that waits for a better ticket does not wait for ever"):
         rank = Rank()
         rank.request()
         rank.ticket(prefix_len=6, pages=range(500, 502))
         rank.now_s = 130.0
         rank.turn()
-        assert rank.outcome.error == "no ticket came for the room in time"
+        assert rank.outcome.error == "no ticket came for the transfer in time"
         rank.ticket(prefix_len=6, pages=range(500, 502))
         assert rank.take_said() == ["renegotiate", "failed"]
 
@@ -261,10 +261,11 @@ def test_tickets_that_are_refused_or_sent_back(subtests):
         assert rank.outcome.error == rank.last.status.reason == "no route"
 
 
-def test_a_room_has_one_ticket_and_one_decode_rank(subtests):
+def test_a_transfer_has_one_ticket_and_one_decode_rank(subtests):
     for posted in [False, True]:
         with subtests.test(
-            "a second ticket ends the room but no word is the last before the writes are over", posted=posted
+            "a second ticket ends the transfer but no word is the last before the writes are over",
+            posted=posted,
         ):
             rank = Rank()
             rank.ticket()
@@ -282,19 +283,19 @@ def test_a_room_has_one_ticket_and_one_decode_rank(subtests):
 
     with subtests.test("a ticket that cannot be read is refused or ends what runs"):
         rank = Rank()
-        rank.rooms.refuse(1, A, "garbled")
+        rank.transfers.refuse(1, A, "garbled")
         assert rank.take_said() == ["refused"]
         rank.ticket(B)
-        rank.rooms.refuse(1, B, "garbled")
+        rank.transfers.refuse(1, B, "garbled")
         assert rank.take_said() == ["accepted", "failed"]
 
-    with subtests.test("a room belongs to one decode rank"):
+    with subtests.test("a transfer belongs to one decode rank"):
         rank = Rank()
         rank.link_up(2, OTHER_DECODE)
         rank.ticket(link_id=1)
         rank.take_said()
         rank.ticket(link_id=2)
-        rank.rooms.abort(2, A)
+        rank.transfers.abort(2, A)
         assert rank.said == [(2, "refused"), (2, "ack")]
         rank.request(decode=OTHER_DECODE)
         assert "in use" in rank.outcome.error
@@ -324,7 +325,7 @@ def test_every_page_of_the_delta_is_written_once_to_where_the_ticket_says(data):
     def chunks():
         for first, last in zip([0, *cuts], [*cuts, num_pages], strict=True):
             pages = [PageId(page) for page in sources[first:last]]
-            yield lambda f=first, n=last, p=pages: rank.rooms.pages_ready(
+            yield lambda f=first, n=last, p=pages: rank.transfers.pages_ready(
                 A, f * PAGE, min(n * PAGE, prompt_len), p
             )
 
