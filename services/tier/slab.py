@@ -4,9 +4,10 @@
     table    64 bytes a slot: key 16 | parent 16 | index hash 8 | digest 8 | sequence 8 | XXH3 of these 56
     slots    the pages of one block each, as they are in the pool
 
-The whole file is allocated at the start, so a full disk is noticed then or never. A payload is written before
-its record, and nothing is synced: a slot that a crash left incomplete has another digest than its record, and
-counts as empty. A file has mode 0600, because KV is as secret as the prompt from which it was computed.
+The whole file is allocated at the start, so a full disk is noticed then or never. A record is emptied before
+its payload is written, and written after it, so a slot that a killed process left incomplete is an empty one.
+Nothing is synced: what a power failure left incomplete has another digest than its record. A file has mode
+0600, because KV is as secret as the prompt from which it was computed.
 """
 
 import errno
@@ -124,9 +125,16 @@ class Slab:
     def write(self, slot: int, payload: memoryview, record: Stored) -> int:
         """Write a slot, then its record, and return the digest. Raises OSError; the slot is empty then."""
         digest = digest_of(payload)
+        self._pwrite(bytes(_RECORD.size), _record_at(slot))
         self._pwrite(payload, self._at(slot))
-        self._pwrite(_packed(replace(record, digest=digest)), _PAGE + slot * _RECORD.size)
+        self._pwrite(_packed(replace(record, digest=digest)), _record_at(slot))
         return digest
+
+    def record(self, slot: int) -> Stored | None:
+        """Return a slot's record as it is now, or None where it is incomplete or empty. Raises OSError."""
+        record = bytearray(_RECORD.size)
+        self._pread(memoryview(record), _record_at(slot))
+        return _unpacked(slot, memoryview(record))
 
     def read(self, slot: int, buffer: memoryview) -> None:
         self._pread(buffer, self._at(slot))
@@ -299,6 +307,10 @@ def _allocate(fd: int, size_bytes: int, calls: FileCalls) -> None:
     except OSError:
         os.ftruncate(fd, 0)
         raise
+
+
+def _record_at(slot: int) -> int:
+    return _PAGE + slot * _RECORD.size
 
 
 def _records_of(table: bytearray) -> list[memoryview]:

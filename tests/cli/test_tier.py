@@ -7,9 +7,28 @@ import pytest
 from services.cli.tier import run
 from services.kv.tiers.books import Stored
 from services.kv.tiers.tier_keys import ROOT
-from services.tier.slab import SlabShape, open_file
+from services.tier.slab import Slab, SlabShape, open_file
 
 SHAPE = SlabShape.fitting(b"layout-1", 256, 1 << 20)
+
+
+def test_a_slot_that_a_rank_writes_meanwhile_is_not_corrupt(tmp_path, capsys, monkeypatch):
+    slab, read = open_file(tmp_path, "d.0", SHAPE), Slab.read
+
+    def write(number, key):
+        record = Stored(number, bytes([key]) * 16, ROOT, 0, 0, key)
+        slab.write(number, memoryview(bytes([key]) * 256), record)
+
+    def read_late(looking, slot, buffer):
+        write(slot, 100 + slot)
+        read(looking, slot, buffer)
+
+    for number in range(3):
+        write(number, number)
+    monkeypatch.setattr(Slab, "read", read_late)
+    assert run(["check", str(tmp_path)]) == 0
+    assert "3 blocks, 0 differ" in capsys.readouterr().out
+    slab.close()
 
 
 def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtests):
