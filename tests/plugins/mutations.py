@@ -176,7 +176,7 @@ def tier_without_digest(patch: pytest.MonkeyPatch) -> None:
 
 def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
     """A block below the pool is named by its own tokens, whatever came before it."""
-    from services.engine.paged import tiering
+    from services.engine.paged import storing
     from services.kv.tiers import tier_keys
 
     next_key = tier_keys.next_key
@@ -185,14 +185,14 @@ def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
         return next_key(scope_key, tier_keys.ROOT, packed_block)
 
     patch.setattr(tier_keys, "next_key", mutated)
-    patch.setattr(tiering, "next_key", mutated)
+    patch.setattr(storing, "next_key", mutated)
 
 
 def demote_after_eviction(patch: pytest.MonkeyPatch) -> None:
     """Pages are copied down though they have been evicted and are somebody else's."""
-    from services.engine.paged.tiering import Tiering
+    from services.engine.paged.storing import Storing
 
-    patch.setattr(Tiering, "lent", lambda self, pages: None)
+    patch.setattr(Storing, "lent", lambda self, pages: None)
 
 
 def closure_off(patch: pytest.MonkeyPatch) -> None:

@@ -367,7 +367,7 @@ class PagedEngine:
     def _note_lent(self, runner: ModelRunner) -> Callable[[SequenceOf[PageId]], None]:
         def note(pages: SequenceOf[PageId]) -> None:
             if self._tiers is not None:
-                self._tiers.lent(pages)
+                self._tiers.storing.lent(pages)
 
         return runner.draft.lent if runner.draft is not None else note
 

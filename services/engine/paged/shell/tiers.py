@@ -11,7 +11,8 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.engine.paged.model_runner import ModelRunner
-from services.engine.paged.tiering import TierCounts, Tiering
+from services.engine.paged.storing import TierCounts
+from services.engine.paged.tiering import Tiering
 from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Stored, TierBooks

@@ -66,7 +66,7 @@ class TieredRank(Rank):
         core = self.core
         hooks = FillHooks(core._publish, core._offer, core._catch_up, core.load)
         self.tiers.attach(hooks)
-        cache._note_lent = lambda pages: self.tiers.lent(pages)
+        cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
 
     def _begin(self, staging, done):
         self.thread = ByHand(self.slabs, staging, done)
@@ -159,12 +159,12 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     prompt = prompt_of(1, 60)
     rank.generate(prompt)
     for _ in range(5):
-        rank.tiers._looked_at = None
+        rank.tiers.storing._looked_at = None
         rank.turn()
     rank.core.cache.clear()
     computes = RankLoad(prefill_tokens_per_s=1000.0)
     rank.tiers.attach(replace(rank.tiers._hooks, load=lambda: computes))
-    rank.tiers._trust[1].note_read(1, 1e6)
+    rank.tiers._health.trust[1].note_read(1, 1e6)
     seq = rank.submit(prompt)
     rank.step()
     assert seq.phase is Phase.FILLING
@@ -172,7 +172,7 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     stored = rank.tiers.books.find(rank.tiers._wanted(seq))
     fast = [block.place.tier for block in stored].index(1)
     assert len(load.pieces) == fast > 0 and len(stored) > fast
-    assert [trust.is_off(rank.now) for trust in rank.tiers._trust] == [False, True]
+    assert [trust.is_off(rank.now) for trust in rank.tiers._health.trust] == [False, True]
     while seq not in rank.finished:
         rank.turn()
     assert rank.tokens[seq] == continuation(prompt, 5)
@@ -197,7 +197,7 @@ def test_a_pool_that_changed_hands_between_two_looks_is_stored_though_its_books_
     rank = TieredRank(num_pages=16)
     rank.generate(prompt_of(1, 60), 1)
     rank.turn()
-    stored, rank.tiers._look_at_s = rank.tiers.counts.tokens_down, rank.now + 100.0
+    stored, rank.tiers.storing._look_at_s = rank.tiers.counts.tokens_down, rank.now + 100.0
     seq = rank.submit(prompt_of(2, 60), 1)  # It ends before the next look is due.
     while seq not in rank.finished:
         rank.step()
