@@ -61,6 +61,7 @@ class Answer:
     routers: frozenset[str] = frozenset()  # that were asked
     decode_rank: str = ""  # of the last placement
     contradicts: bool = False
+    pulled_tokens: int = 0  # over gRPC, which says so
 
     @property
     def ttft(self) -> "Span | None":

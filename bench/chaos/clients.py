@@ -29,10 +29,11 @@ _NOTICED_S = 1.0  # that a connection is gone may be known before its process ha
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens, or the last word: where they were generated."""
+    """Tokens, or the last word: where they were generated, and how many of the prompt's were pulled."""
 
     tokens: tuple[int, ...] = ()
     decode_rank: str = ""
+    pulled_tokens: int = 0
 
 
 class ClientError(Exception):
@@ -93,7 +94,7 @@ class Clients:
         call = generation_pb2_grpc.GenerationStub(self._channels[router]).Generate(_request(asked))
         try:
             async for response in call:
-                yield Piece(tuple(response.token_ids))
+                yield Piece(tuple(response.token_ids), "", response.finish.usage.pulled_tokens)
                 for placement in response.finish.placements[-1:]:
                     yield Piece(decode_rank=f"{placement.decode.worker}/{placement.decode.rank}")
         except grpc.aio.AioRpcError as error:
@@ -133,6 +134,7 @@ class _Asking:
         self._contradicts = False
         self._routers: set[str] = set()
         self._decode_rank = ""
+        self._pulled_tokens = 0
 
     def begin(self, router: Router) -> None:
         self._routers.add(router.name)
@@ -141,6 +143,7 @@ class _Asking:
     async def read(self, pieces: AsyncGenerator[Piece, None]) -> None:
         async for piece in pieces:
             self._decode_rank = piece.decode_rank or self._decode_rank
+            self._pulled_tokens += piece.pulled_tokens
             self._take(piece.tokens)
             enough = self.asked.cancel_after
             if enough is not None and self._num_again >= enough:
@@ -178,6 +181,7 @@ class _Asking:
             frozenset(self._routers),
             self._decode_rank,
             self._contradicts or (self.ended is Ended.FINISHED and self._num_again < len(self._tokens)),
+            self._pulled_tokens,
         )
 
 

@@ -13,9 +13,25 @@ CLIENTS = 8
 VOCAB = range(4, 512)  # ordinary characters of the checkpoint
 _MAX_CONVERSATION = 900  # tokens
 _TURNS = 6
+_TALKS = 4  # of each client, in turns
 _CANCELLED_SHARE = 1 / 12
+_ANYWHERE_SHARE = 1 / 3  # of the conversations: no name leads them home
 _AGAIN_SHARE = 1 / 3  # of the requests, while there is something to ask again
 _AGAIN_AT_MOST = 64
+
+
+@dataclass
+class _Talk:
+    temperature: float
+    name: str
+    turns: int  # that are left
+    history: tuple[int, ...] = ()
+
+
+def _new_talk(rng: random.Random) -> _Talk:
+    temperature, name = rng.choice((0.0, 0.0, 0.7, 1.0)), f"c{rng.getrandbits(48):x}"
+    name = name if rng.random() > _ANYWHERE_SHARE else ""
+    return _Talk(temperature, name, rng.randint(1, _TURNS))
 
 
 @dataclass
@@ -39,24 +55,25 @@ class Load:
             await self._repeat(random.Random(self._count))
 
     async def _client(self, rng: random.Random, is_over: Callable[[], bool]) -> None:
+        """Go on with one of several conversations: what they were cached for is evicted meanwhile."""
+        talks = [_new_talk(rng) for _ in range(_TALKS)]
         while not is_over():
             if self._again and rng.random() < _AGAIN_SHARE:
                 await self._repeat(rng)
-            else:
-                await self._converse(rng, is_over)
-
-    async def _converse(self, rng: random.Random, is_over: Callable[[], bool]) -> None:
-        """Turns until it is long enough, one was not answered, or its client must end."""
-        history: tuple[int, ...] = ()
-        temperature, name = rng.choice((0.0, 0.0, 0.7, 1.0)), f"c{rng.getrandbits(48):x}"
-        for _ in range(rng.randint(1, _TURNS)):
-            question = tuple(rng.choice(VOCAB) for _ in range(rng.choice((3, 20, 40, 150, 400))))
-            asked = self._asked(rng, (*history, *question), temperature, name)
-            answer = await self._ask(asked)
-            history = (*asked.prompt_ids, *answer.tokens)
-            if is_over() or answer.ended is not Ended.FINISHED or len(history) > _MAX_CONVERSATION:
-                return
+                continue
+            place = rng.randrange(_TALKS)
+            if not await self._go_on(rng, talks[place]):
+                talks[place] = _new_talk(rng)
             await asyncio.sleep(rng.uniform(0.0, 0.3))
+
+    async def _go_on(self, rng: random.Random, talk: "_Talk") -> bool:
+        """Have a turn; return whether there is to be another: it was answered, and is not long enough yet."""
+        question = tuple(rng.choice(VOCAB) for _ in range(rng.choice((3, 20, 40, 150, 400))))
+        asked = self._asked(rng, (*talk.history, *question), talk.temperature, talk.name)
+        answer = await self._ask(asked)
+        talk.history, talk.turns = (*asked.prompt_ids, *answer.tokens), talk.turns - 1
+        is_short = talk.turns > 0 and len(talk.history) <= _MAX_CONVERSATION
+        return is_short and answer.ended is Ended.FINISHED
 
     def _asked(self, rng: random.Random, prompt: tuple[int, ...], temperature: float, name: str) -> Asked:
         max_tokens = rng.choice((1, 8, 24, 64, 150, 300))

@@ -1,16 +1,20 @@
 """The cluster of a chaos run: who is killed and stopped here is started again, and goes on, as on Kubernetes.
 
-fault --> the process, by its pid --> killed: started again after a while (a rank: by its supervisor)
+fault --> the process, by its pid --> killed, ended: started again after a while (a rank: by its supervisor)
                                   --> stopped: SIGCONT after a while
+                                  --> drained, by isthmus drain: put back into service after a while
+      --> the file of a rank's tier, by its path --> spoilt: whoever has it open notices, or its next life
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import random
 import re
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,12 +24,13 @@ from typing import Any, Self
 
 from bench.chaos.answers import Span
 from bench.chaos.left_behind import marked_processes, signal_all
-from bench.chaos.schedule import Fault, Kind, Layout, Target
+from bench.chaos.schedule import TIER_OF, Fault, Kind, Layout, Target
 from bench.chaos.verdict import Played
 from bench.etcd_nodes import EtcdNodes
 from bench.soak.ranks import NUM_PAGES, PAGE_SIZE, Ranks
-from services.cli.local.local_cluster import LocalCluster, Shape
+from services.cli.local.local_cluster import Child, LocalCluster, Shape
 from services.etcd.embedded import EmbeddedEtcd, etcd_binary
+from services.tier.slab import slab_files
 from services.values.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -34,6 +39,9 @@ MARK = "ISTHMUS_CHAOS_MARK"
 LEASE_TTL_S = 10
 _LOOK_S = 0.2
 _COMMON_FLAGS = (f"--index-block={PAGE_SIZE}", "--model-name=chaos", "--grace-s=20")
+_ENDS_WITHIN_S = 60.0  # of SIGTERM: its grace, its hand-over, and its ranks' engines
+_DRAINED_WITHIN_S = 20.0
+_MOST_FLIPPED = 200
 _RANK_FLAGS = (
     f"--page-size={PAGE_SIZE}",
     f"--kv-pages={NUM_PAGES}",
@@ -42,7 +50,12 @@ _RANK_FLAGS = (
     f"--lease-ttl-s={LEASE_TTL_S}",
     "--kv-digest-share=1",
 )
-_ENGINE_FLAGS = {"torch": ("--engine=torch",), "fake": ("--engine=fake", "--fake-step-s=0.005")}
+_ENGINE_FLAGS = {
+    "torch": ("--engine=torch",),
+    "fake": ("--engine=fake", "--fake-step-s=0.005", "--fake-prompt-token-s=0.0003"),
+}
+# A tier has fewer tokens than the pool, so that much goes on to the next one, and much is dropped.
+_TIER_SIZES = {"torch": ("memory:640KiB", "1MiB"), "fake": ("memory:24KiB", "40KiB")}
 _ROUTER_FLAGS = ("--chunk-size=64",)
 
 
@@ -65,9 +78,12 @@ class Processes:
     nodes: EtcdNodes
     mark: str
     log_file: Path
+    tiers: Path  # They have their files below it.
     ranks: Ranks = field(default_factory=Ranks)
     played: list[Played] = field(default_factory=list)
     digest_mismatches: int = 0
+    handed_tokens: int = 0  # to other ranks, by those that were drained or told to end
+    found_tokens: int = 0  # in tiers, by ranks that were started again
     _ready: dict[str, Router] = field(default_factory=dict)
     _down: set[str] = field(default_factory=set)
     _lives: dict[str, int] = field(default_factory=dict)
@@ -75,7 +91,7 @@ class Processes:
 
     def __post_init__(self) -> None:
         self.log_file.write_text("")
-        self.cluster = LocalCluster(self.shape, self.note)
+        self.cluster = _EagerCluster(self.shape, self.note)
 
     async def __aenter__(self) -> Self:
         await self.cluster.__aenter__()
@@ -97,6 +113,10 @@ class Processes:
         self._log(f"{name:<10}| {line}")
         self.ranks.note(name, line)
         self.digest_mismatches += " kv_digest_mismatch " in line
+        if handed := re.search(r" handed_over handed_tokens=(\d+)", line):
+            self.handed_tokens += int(handed[1])
+        if found := re.search(r" kv_tiers_found blocks=\d+ tokens=(\d+)", line):
+            self.found_tokens += int(found[1])
         if ready := re.search(r" router_ready endpoint=(\S+) http=(\S+)", line):
             self._ready[name] = Router(name, self._lives.get(name, 0), ready[1], ready[2])
 
@@ -119,12 +139,24 @@ class Processes:
     async def play(self, fault: Fault) -> None:
         """Returns when the stopped process goes on, or the killed one was started again."""
         began = self.clock()
+        if fault.target is Target.TIER:
+            if self._spoil(fault):
+                self.played.append(Played(fault, Span(began, self.clock())))
+            return
         pid = self._pid(fault)
         self._log(f"=== {fault.kind} {fault.name} pid={pid} for {fault.lasts_s:.2f} s")
         if pid is None:  # killed a moment ago, and not there again yet
             return
         try:
-            await (self._kill(fault) if fault.kind is Kind.KILL else self._stop(pid, fault.lasts_s))
+            match fault.kind:
+                case Kind.KILL:
+                    await self._kill(fault)
+                case Kind.STOP:
+                    await self._stop(pid, fault.lasts_s)
+                case Kind.DRAIN:
+                    await self._drain(fault, pid)
+                case Kind.TERMINATE:
+                    await self._terminate(fault)
         except ProcessLookupError:  # likewise
             return
         self.played.append(Played(fault, Span(began, self.clock())))
@@ -158,6 +190,60 @@ class Processes:
             await (self._kill_member if fault.target is Target.ETCD else self._kill_service)(fault)
         finally:
             self._down.discard(fault.name)
+
+    async def _drain(self, fault: Fault, pid: int) -> None:
+        """Drain the rank, and put it back into service, unless it is another life by then."""
+        began_s = time.monotonic()
+        await self._isthmus("drain", fault.name, f"--timeout-s={_DRAINED_WITHIN_S}", within_s=fault.lasts_s)
+        await asyncio.sleep(max(0.0, fault.lasts_s - (time.monotonic() - began_s)))
+        while self.ranks.pids.get(fault.name) == pid and _is_ours(pid, self.mark):
+            if await self._isthmus("drain", "--undo", fault.name, within_s=_DRAINED_WITHIN_S):
+                return
+            await asyncio.sleep(_LOOK_S)  # etcd has no majority, or the rank is stopped
+
+    async def _isthmus(self, *words: str, within_s: float) -> bool:
+        """Return whether the command did it, in that time."""
+        command = [sys.executable, "-m", "services.cli", *words, f"--etcd={','.join(self.nodes.endpoints)}"]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(within_s):
+                said = await process.stdout.read()
+                self._log(f"{' '.join(words)}: {said.decode()}")
+                return await process.wait() == 0
+        except TimeoutError:
+            return False
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def _terminate(self, fault: Fault) -> None:
+        child = self.cluster.children[fault.name]
+        self._down.add(fault.name)
+        try:
+            child.process.terminate()
+            async with asyncio.timeout(_ENDS_WITHIN_S):
+                await child.process.wait()
+        except TimeoutError:  # One of its ranks is stopped, as a rule.
+            child.process.kill()
+            await child.process.wait()
+        finally:
+            self._down.discard(fault.name)
+        await asyncio.sleep(fault.lasts_s)
+        await self.cluster.start_child(child.name, child.command[2], child.command[3:])
+
+    def _spoil(self, fault: Fault) -> bool:
+        """Return False where the rank has no file at present."""
+        chance, rank = random.Random(fault.at_s), fault.name.removeprefix(TIER_OF).replace("/", ".")
+        for path in slab_files(self.tiers):
+            if path.parent.name == rank:
+                self._log(f"=== {fault.kind} {path}")
+                _spoil(path, fault.kind, chance)
+                return True
+        return False
 
     async def _kill_service(self, fault: Fault) -> None:
         child = self.cluster.children[fault.name]
@@ -225,7 +311,7 @@ class Processes:
         ]
         granted = f"granted with TTL({LEASE_TTL_S}s)"
         return [
-            *(key for key in keys if re.match(r"/isthmus/[^/]+/(ranks|prefix)/", key)),
+            *(key for key in keys if re.match(r"/isthmus/[^/]+/(ranks|prefix|below)/", key)),
             *(lease for lease in leases if granted in lease),
         ]
 
@@ -236,6 +322,26 @@ class Processes:
         return run(command, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()
 
 
+class _EagerCluster(LocalCluster):
+    async def start_child(self, name: str, module: str, flags: list[str]) -> Child:
+        eager = "bench.chaos.eager_router" if module == "services.router" else module
+        return await LocalCluster.start_child(self, name, eager, flags)
+
+
+def _spoil(path: Path, kind: Kind, chance: random.Random) -> None:
+    size = path.stat().st_size
+    match kind:
+        case Kind.FLIP:
+            with path.open("r+b") as file:
+                for _ in range(chance.randint(1, _MOST_FLIPPED)):
+                    file.seek(chance.randrange(size))
+                    file.write(chance.randbytes(1))
+        case Kind.CUT:
+            os.truncate(path, chance.randrange(size))
+        case _:
+            path.unlink()
+
+
 def _is_ours(pid: int, mark: str) -> bool:
     """The process may have ended, and its number be somebody else's by now."""
     with contextlib.suppress(OSError):
@@ -244,8 +350,12 @@ def _is_ours(pid: int, mark: str) -> bool:
     return False
 
 
-def rank_flags(engine: str, transport: str) -> tuple[str, ...]:
-    return (*_RANK_FLAGS, *_ENGINE_FLAGS[engine], f"--transport={transport}")
+def rank_flags(engine: str, transport: str, tiers: Path) -> tuple[str, ...]:
+    in_memory, in_files = _TIER_SIZES[engine]
+    return (
+        *(*_RANK_FLAGS, *_ENGINE_FLAGS[engine], f"--transport={transport}"),
+        *(f"--kv-tier={in_memory}", f"--kv-tier={tiers}:{in_files}"),
+    )
 
 
 def shape_of(

@@ -45,17 +45,22 @@ async def judged_run(settings: Settings, folder: Path, log: Path | None, say: Sa
                 checkpoint,
                 folder / "data",
                 nodes.endpoints,
-                rank_flags(settings.engine, settings.transport),
+                rank_flags(settings.engine, settings.transport, folder / "tiers"),
             )
-            processes = Processes(LAYOUT, shape, nodes, mark, log or folder / "services.log")
+            log_file = log or folder / "services.log"
+            processes = Processes(LAYOUT, shape, nodes, mark, log_file, folder / "tiers")
             chaos = Chaos(processes, settings, say)
             async with processes:
                 await chaos.play()
                 ranks = await _ranks_that_hold(processes)
+                await chaos.read_tiers()
+                open_files = processes.ranks.tier_files_too_many()
             say("stopped; waiting for leases to lapse")
             in_etcd = await processes.until_forgotten()
         left = [f"{pid}: {command}" for pid, command in marked_processes(MARK, mark).items()]
-    books = Books(ranks, in_etcd, left, sorted(shared_memory() - before), processes.exit_codes())
+    books = Books(
+        {**ranks, **open_files}, in_etcd, left, sorted(shared_memory() - before), processes.exit_codes()
+    )
     answers = chaos.load.answers
     say(f"checking {sum(len(a.tokens) for a in answers)} tokens of {len(answers)} answers")
     return Run(
@@ -67,6 +72,9 @@ async def judged_run(settings: Settings, folder: Path, log: Path | None, say: Sa
         tracebacks=dict(processes.ranks.tracebacks),
         digest_mismatches=processes.digest_mismatches,
         books=books,
+        handed_tokens=processes.handed_tokens,
+        found_tokens=processes.found_tokens,
+        read_tokens=sum(chaos.read_tokens.values()),
     )
 
 
@@ -78,6 +86,7 @@ class Chaos:
         self.waves: list[Span] = []
         self.unmended: list[str] = []
         self.seconds = 0.0
+        self.read_tokens: dict[tuple[str, int], float] = {}  # from tiers, by rank and life
         self._processes, self._settings, self._say = processes, settings, say
 
     async def play(self) -> None:
@@ -102,6 +111,11 @@ class Chaos:
         yield next(of_seed)
         yield from takewhile(lambda wave: time.monotonic() < end and not self.unmended, of_seed)
 
+    async def read_tiers(self) -> None:
+        """Note what ranks have read from their tiers, which is forgotten when they end."""
+        with contextlib.suppress(OSError):  # One is gone, which counts elsewhere.
+            self.read_tokens |= await self._processes.ranks.read_from_tiers()
+
     async def _play(self, wave: Wave) -> None:
         processes, began = self._processes, self._processes.clock()
         async with asyncio.TaskGroup() as faults:
@@ -111,6 +125,7 @@ class Chaos:
         over = processes.clock()
         self.unmended += await processes.until_whole(MENDED_S)
         self.waves.append(Span(began, processes.clock()))
+        await self.read_tiers()
         ended = len(self.load.answers)
         lost = sum(answer.ended is Ended.LOST for answer in self.load.answers)
         self._say(

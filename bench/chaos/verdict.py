@@ -11,6 +11,8 @@ from bench.report import Row, verdict
 GOALS = (
     ("answers", ">=", 1.0),
     ("faults", ">=", 1.0),
+    ("pulled_tokens", ">=", 1.0),
+    ("read_tokens", ">=", 1.0),
     ("wrong", "<=", 0.0),
     ("lost", "<=", 0.0),
     ("unmended", "<=", 0.0),
@@ -40,7 +42,7 @@ class Judged:
 @dataclass(frozen=True, slots=True)
 class Books:
     """These books say what is left when nobody is at work. `ranks` are those with more than free and cached
-    pages, and what."""
+    pages, or that have files of tiers open which are none of theirs, and what."""
 
     ranks: Mapping[str, str]
     in_etcd: Sequence[str]  # keys and leases of ranks
@@ -70,6 +72,9 @@ class Run:
     tracebacks: Mapping[str, int]
     digest_mismatches: int
     books: Books
+    handed_tokens: int = 0  # to other ranks, by those that were drained or told to end
+    found_tokens: int = 0  # in tiers, by ranks that were started again
+    read_tokens: float = 0.0  # from tiers
 
     @property
     def answers(self) -> list[Answer]:
@@ -139,6 +144,10 @@ def summary(run: Run) -> Row:
         "asked_again": len(again),
         "again_elsewhere": sum(a.decode_rank != b.decode_rank for a, b in again),
         "near_ties": sum(each.near_ties for each in run.judged),
+        "pulled_tokens": sum(answer.pulled_tokens for answer in answers),
+        "handed_tokens": run.handed_tokens,
+        "found_tokens": run.found_tokens,
+        "read_tokens": run.read_tokens,
         "waves": len(run.waves),
         "faults": len(run.played),
         "retried": sum(failure.router_died for failure in run.failures),
@@ -166,8 +175,7 @@ def verdicts(row: Row) -> list[Row]:
 def faults_by_kind(played: Iterable[Played]) -> list[Row]:
     counts = Counter((each.fault.target, each.fault.kind) for each in played)
     return [
-        {"target": target.value, "killed": counts[target, Kind.KILL], "stopped": counts[target, Kind.STOP]}
-        for target in Target
+        {"target": target.value, **{kind.value: counts[target, kind] for kind in Kind}} for target in Target
     ]
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import statistics
 import time
@@ -15,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 PAGE_SIZE = 16
 NUM_PAGES = 240  # some eight sequences beside each other
 SAMPLE_EVERY_S = 5.0
+_MOVED = "isthmus_tier_tokens_total"
+_TIER_MARKS = {"memory": "/memfd:isthmus-tier", "file": "/blocks"}
 LET_GO_S = 60.0  # the deadline, a lease and its fence are over long before
 
 
@@ -50,7 +53,7 @@ class Ranks:
         url = f"http://127.0.0.1:{self.metrics_ports[rank]}/metrics"
         body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read().decode())
         samples = [s for family in text_string_to_metric_families(body) for s in family.samples]
-        return {f"{s.name} {s.labels.get('state', '')}".rstrip(): s.value for s in samples}
+        return {f"{s.name} {_label(s.labels)}".rstrip(): s.value for s in samples}
 
     async def _all_metrics(self) -> list[dict[str, float]]:
         """Raises RuntimeError while a rank has not said where its page is: nobody would be asked for it."""
@@ -89,6 +92,21 @@ class Ranks:
         books = {rank: await self.metrics(rank) for rank in self.metrics_ports}
         return {rank: text for rank, metrics in books.items() if (text := _more_than_pages(metrics))}
 
+    async def read_from_tiers(self) -> dict[tuple[str, int], float]:
+        """Return by rank and pid how many tokens this life of it has read."""
+        return {
+            (rank, self.pids[rank]): (await self.metrics(rank)).get(f"{_MOVED} up", 0.0)
+            for rank in self.metrics_ports
+        }
+
+    def tier_files_too_many(self) -> dict[str, str]:
+        """Return by rank what it has open of tiers beside its own file, and memory that its supervisor holds
+        and it has opened."""
+        found = {rank: _tier_files(pid) for rank, pid in self.pids.items()}
+        return {
+            f"{rank}'s tiers": str(dict(n)) for rank, n in found.items() if n["file"] > 1 or n["memory"] > 2
+        }
+
     async def lent(self) -> tuple[float, float]:
         """Pages and runs lent since the start, over all ranks."""
         loads = await self._all_metrics()
@@ -105,10 +123,25 @@ class Ranks:
         return sum(metrics[name] for metrics in await self._all_metrics())
 
 
+def _label(labels: dict[str, str]) -> str:
+    return labels.get("state", "") or labels.get("direction", "")
+
+
+def _tier_files(pid: int) -> Counter[str]:
+    """Return how many of its open files are memory and how many files of tiers, or none if it has ended."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.update(kind for kind, mark in _TIER_MARKS.items() if mark in os.readlink(link))
+    return found
+
+
 def _more_than_pages(metrics: dict[str, float]) -> str:
     pages = {name: value for name, value in metrics.items() if name.startswith("isthmus_kv_pages ")}
     requests = {name: metrics[f"isthmus_{name}_requests"] for name in ("running", "waiting")}
     requests["rooms"] = metrics["isthmus_open_rooms"]
+    requests["granted"] = metrics["isthmus_granted_pages"]
     at_rest = pages["isthmus_kv_pages free"] + pages["isthmus_kv_pages cached"] == NUM_PAGES
     return "" if at_rest and not any(requests.values()) else f"{pages} {requests}"
 

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.long
 
 
 ASKED = Asked(1, prompt_ids=(5, 6), max_tokens=3, temperature=0.0, seed=1, front=Front.GRPC)
-ANSWER = Answer(ASKED, (7, 8, 9), Ended.FINISHED, began_s=10.0, arrivals_s=(10.5, 10.6, 14.6))
+ANSWER = Answer(
+    ASKED, (7, 8, 9), Ended.FINISHED, began_s=10.0, arrivals_s=(10.5, 10.6, 14.6), pulled_tokens=1
+)
 DEAD = Failure("UNAVAILABLE", "router-0", "UNAVAILABLE: gone", at_s=10.2, router_died=True)
 REFUSED = Failure("RESOURCE_EXHAUSTED", "router-1", "RESOURCE_EXHAUSTED: no room", 11.0, router_died=False)
 STOPPED = Played(Fault(1.0, Kind.STOP, Target.DECODE_RANK, "decode-0/0", 5.0), Span(9.0, 14.0))
@@ -37,6 +39,7 @@ RUN = Run(
     tracebacks={},
     digest_mismatches=0,
     books=CLEAN,
+    read_tokens=16.0,
 )
 
 
@@ -66,7 +69,8 @@ def test_goals(subtests):
         ("left", {"books": replace(CLEAN, processes=["12: python"])}, "process 12"),
         ("left", {"books": replace(CLEAN, shared_memory=["/dev/shm/x"])}, "shared memory /dev/shm/x"),
         ("left", {"books": replace(CLEAN, exits={"prefill-0": -9})}, "prefill-0 ended with exit code -9"),
-        ("answers", {"judged": []}, ""),
+        ("pulled_tokens", {"judged": [judged(replace(ANSWER, pulled_tokens=0))]}, ""),
+        ("read_tokens", {"read_tokens": 0.0}, ""),
         ("faults", {"played": []}, ""),
     ]:
         with subtests.test(
@@ -75,6 +79,8 @@ def test_goals(subtests):
             run = replace(RUN, **change)
             assert missed(run) == {goal}
             assert says in "\n".join(run.sentences())
+    with subtests.test("who has no answer has pulled nothing either"):
+        assert missed(replace(RUN, judged=[])) == {"answers", "pulled_tokens"}
     with subtests.test("a retry after the death of its router is no loss"):
         retried = replace(ANSWER, failures=(DEAD, DEAD))
         run = replace(RUN, judged=[judged(retried), judged(LOST)])
@@ -102,13 +108,14 @@ def test_goals(subtests):
 
 def test_faults_and_waits(subtests):
     with subtests.test("faults are counted by kind"):
-        rows = {row["target"]: (row["killed"], row["stopped"]) for row in faults_by_kind(RUN.played)}
+        rows = {row["target"]: (row["kill"], row["stop"]) for row in faults_by_kind(RUN.played)}
         assert rows == {
             "prefill rank": (0, 0),
             "decode rank": (0, 1),
             "supervisor": (0, 0),
             "router": (1, 0),
             "etcd member": (0, 0),
+            "tier's file": (0, 0),
         }
     with subtests.test("waits are told apart by what was done meanwhile"):
         stop = Played(Fault(3.0, Kind.STOP, Target.ROUTER, "router-1", 9.0), Span(12.0, 15.0))
