@@ -4,7 +4,8 @@
 
 Each round draws a cluster (checkpoint, page size, pool, chunks, plans, ranks, caches, transport) and asks it
 for turns and branches of a tree of conversations, sampled in every way; some clients leave, in some rounds
-ranks are killed all the while, and in some the pools are so small that sequences are retracted. An answer is
+ranks are killed all the while, in some the pools are so small that sequences are retracted, in some small
+tiers keep what they evict, and in some ranks pull all that others hold. An answer is
 judged by teacher forcing: one forward pass of transformers over prompt and answer, and a plain sampler that
 chooses from its logits (tests/exactness/plain_sampling.py). Log-probabilities, usage and the reason of the
 end are checked too, and after each round the books.
@@ -38,7 +39,18 @@ GOALS = (
 )
 COUNTS = (
     *("rounds", "requests", "answers", "unfinished", "tokens", "remote", "local"),
-    *("kills", "moves", "retractions", "near_ties", "wrong", "lost", "unbalanced"),
+    *(
+        "pulled",
+        "stored",
+        "read",
+        "kills",
+        "moves",
+        "retractions",
+        "near_ties",
+        "wrong",
+        "lost",
+        "unbalanced",
+    ),
 )
 REQUESTS_A_ROUND = 60
 

@@ -1,19 +1,23 @@
 """One cluster's life under the fuzz: bursts of requests, kills of ranks, then the books."""
 
 import asyncio
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import grpc
 
+from bench.chaos.eager_router import eager_to_pull
 from cluster.harness import FakeCluster
 from cluster.metrics_page import moves
-from engine.pair import settled
+from engine.pair import core_of, settled
 from exactness.reference import forced_logits
 from fuzz.requests import Asked, Tree
 from fuzz.setup import Setup
@@ -43,11 +47,17 @@ class Round:
         self.faults: list[str] = []
 
     async def play(self, etcd: str, name: str, num_requests: int) -> None:
-        with _nothing_expected() if self.setup.tight else patch.dict({}):
-            async with self.setup.cluster(etcd, name) as cluster:
+        with ExitStack() as around:
+            if self.setup.tight:
+                around.enter_context(_nothing_expected())
+            if self.setup.eager:
+                around.enter_context(eager_to_pull())
+            folder = Path(around.enter_context(TemporaryDirectory(prefix="isthmus-fuzz-tiers-")))
+            async with self.setup.cluster(etcd, name, folder) as cluster:
                 async with self._kills(cluster):
                     await self._ask(cluster, num_requests)
                 await self._close_books(cluster)
+            self._count_open_files(str(folder))
 
     async def _ask(self, cluster: FakeCluster, num_requests: int) -> None:
         (model,) = (await cluster.stubs[0].ListModels(generation_pb2.ListModelsRequest())).models
@@ -115,6 +125,7 @@ class Round:
         for fault in faults:
             self._fault(asked, fault)
         if answer.finish is not None:
+            self.counts["pulled"] += answer.finish.usage.pulled_tokens
             remote = answer.finish.placement.plan == common_pb2.PLAN_REMOTE
             self.counts["remote" if remote else "local"] += 1
 
@@ -152,6 +163,7 @@ class Round:
         self.counts["moves"] += int(await moves(cluster, "retry", "migration", "outgrown"))
         for name, rank in cluster.ranks.items():
             self.counts["retractions"] += rank.engine.load().retractions
+            self._count_tiers(rank.engine)
             books = await settled(rank.engine)
             if books.locked or books.private or books.quarantined or not books.balanced:
                 self.counts["unbalanced"] += 1
@@ -159,6 +171,25 @@ class Round:
         if running := cluster.routers[0].generator.num_running:
             self.counts["unbalanced"] += 1
             self.faults.append(f"the router runs {running} requests; {self._label}: {self.setup}")
+
+    def _count_tiers(self, engine: Any) -> None:
+        if (tiers := core_of(engine).tiers) is not None:
+            figures = tiers.figures()
+            self.counts["stored"] += figures.tokens_down
+            self.counts["read"] += figures.tokens_up
+
+    def _count_open_files(self, folder: str) -> None:
+        """No rank is there any more, and neither may its tiers be."""
+        links = [os.readlink(f"/proc/self/fd/{name}") for name in _open_files()]
+        if left := [link for link in links if "memfd:isthmus-tier" in link or folder in link]:
+            self.counts["unbalanced"] += 1
+            self.faults.append(f"files are open: {left}; {self._label}: {self.setup}")
+
+
+def _open_files() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        if os.path.lexists(f"/proc/self/fd/{name}"):  # The listing itself is one.
+            yield name
 
 
 async def _first_of(event: asyncio.Event, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,9 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "gpt_oss", "gemma3", "llama4"),
     *("minimax_m2", "deepseek_v3"),
 )
+# That have nothing but full attention's pages.
+WITH_TIERS = (*SHAPES, "minimax_m2", "deepseek_v3")
+_TIERS = (("memory:128KiB",), ("FOLDER:128KiB",), ("memory:48KiB", "FOLDER:256KiB"))
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
 
@@ -27,6 +31,7 @@ class Setup:
 
     tight   sequences are let in as if they were to generate nothing more, so that pools overflow
     kills   ranks are killed all the while, and started again
+    eager   whoever computes pulls whatever another rank holds more of a prompt
     """
 
     shape: str
@@ -36,17 +41,20 @@ class Setup:
     tight: bool
     kills: bool
     rank: MappingProxyType[str, Any]
+    eager: bool = False
 
     def __str__(self) -> str:
         rank = " ".join(f"{name}={value}" for name, value in self.rank.items())
-        flags = "".join(f" {name}" for name in ("tight", "kills") if getattr(self, name))
+        flags = "".join(f" {name}" for name in ("tight", "kills", "eager") if getattr(self, name))
         return (
             f"{self.shape} {'+'.join(self.plans)} decode={self.decode} prefill={self.prefill}{flags} {rank}"
         )
 
-    def cluster(self, etcd: str, name: str) -> FakeCluster:
+    def cluster(self, etcd: str, name: str, folder: Path) -> FakeCluster:
+        """`folder` is for files of tiers."""
         make = tiny_checkpoint if self.shape in FAMILIES else shaped_checkpoint
         directory = make(self.shape)
+        tiers = tuple(each.replace("FOLDER", str(folder)) for each in self.rank.get("kv_tier", ()))
         cluster = FakeCluster(
             etcd,
             directory,
@@ -57,9 +65,8 @@ class Setup:
             engine="torch",
             self_check="off",
             model=str(directory),
-            index_block=64,
             num_threads=1,
-            **self.rank,
+            **{"index_block": 64, **self.rank, "kv_tier": tiers},
         )
         # Ranks are killed faster than a client would want to try again: a slow request meets many.
         cluster.router_config = replace(cluster.router_config, max_attempts=_ATTEMPTS)
@@ -70,14 +77,19 @@ def draw_setup(chance: random.Random) -> Setup:
     tight = chance.random() < 0.4
     kills = not tight and chance.random() < 0.35
     page_size = chance.choice([1, 2, 4, 16, 32, 64])
+    shape = chance.choice(SHAPES if chance.random() < 0.5 else FAMILIES)
+    rank = _draw_rank(chance, page_size, tight)
+    if shape in WITH_TIERS and chance.random() < 0.6:
+        rank |= {"kv_tier": chance.choice(_TIERS), "decode_cache": "on", "prefill_cache": "on"}
     return Setup(
-        shape=chance.choice(SHAPES if chance.random() < 0.5 else FAMILIES),
+        shape=shape,
         plans=chance.choice(_PLANS),
         decode=chance.choice([(1, 1), (1, 1, 1)] if kills else [(1,), (2,), (1, 1), (3,)]),
         prefill=(1, 1) if kills else chance.choice([(1,), (1, 1)]),
         tight=tight,
         kills=kills,
-        rank=MappingProxyType(_draw_rank(chance, page_size, tight)),
+        rank=MappingProxyType(rank),
+        eager=chance.random() < 0.6,
     )
 
 
@@ -85,6 +97,7 @@ def _draw_rank(chance: random.Random, page_size: int, tight: bool) -> dict[str, 
     pool_tokens = chance.choice([96, 128, 160] if tight else [96, 128, 192, 256, 512, 1024])
     return {
         "page_size": page_size,
+        "index_block": chance.choice([64, max(16, page_size)]),
         "kv_pages": max(3, pool_tokens // page_size),
         "chunk_size": chance.choice([1, 7, 16, 33, 64, 512]),
         "max_running_requests": chance.choice([4, 8, 32] if tight else [1, 2, 4, 8, 32]),

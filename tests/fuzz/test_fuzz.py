@@ -20,7 +20,15 @@ KILLS = Setup("one-kv-head", ("remote",), (1, 1), (1, 1), False, True, RANK | {"
 TIGHT = Setup("tied-qwen3", ("remote", "local"), (1,), (1,), True, False, RANK | {"kv_pages": 8})
 RECURRENT = Setup("qwen3_5", ("remote", "local"), (1, 1), (1, 1), False, True, RANK | {"kv_pages": 32})
 WINDOWED = Setup("gpt_oss", ("remote", "local"), (1,), (1,), True, False, RANK | {"kv_pages": 12})
-SETUPS = {"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowed-tight": WINDOWED}
+TIERED = Setup(
+    *("llama3-rope", ("remote", "local"), (1, 1), (1,), False, False),
+    RANK | {"index_block": 16, "kv_pages": 16, "kv_tier": ("memory:48KiB", "FOLDER:256KiB")},
+    eager=True,
+)
+SETUPS = {
+    **{"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowed-tight": WINDOWED},
+    "tiered-eager": TIERED,
+}
 
 
 @pytest.mark.long
@@ -28,10 +36,12 @@ SETUPS = {"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowe
 async def test_a_short_fuzz(etcd_endpoint, cluster_name, setup):
     """`make fuzz` has longer ones."""
     played = Round(setup, random.Random(7), cluster_name)
-    await played.play(etcd_endpoint, cluster_name, num_requests=20)
+    await played.play(etcd_endpoint, cluster_name, num_requests=60 if setup.eager else 20)
     assert played.faults == []
     assert played.counts["answers"] > 5
     assert bool(played.counts["kills"]) == setup.kills
+    assert played.counts["pulled"] or not setup.eager
+    assert bool(played.counts["stored"]) == ("kv_tier" in setup.rank)
 
 
 def test_a_seed_draws_the_same_again():
