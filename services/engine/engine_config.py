@@ -12,7 +12,7 @@ from services.engine.paged.admitting import Limits
 from services.engine.paged.drafters import Mode, Speculation
 from services.engine.paged.shell.delta import WriteLease
 from services.engine.paged.shell.paged_engine import CacheSettings
-from services.engine.paged.shell.tiers import TIER_FORM, TierPlace, TierSettings
+from services.engine.paged.shell.tiers import TIER_FORM, TierSettings, tier_places
 from services.kv.tails import PoolSizes
 from services.net.channels import TlsConfig
 from services.settings.cluster_config import ClusterConfig
@@ -25,6 +25,7 @@ from services.values.rank import Role
 _CATCH_UP_BY_TARGET = 64  # It counts tokens.
 _MOST_GRAPH_ROWS = 512  # Above that a step computes longer than its host takes.
 DEFAULT_KV_PAGES = 2048
+TIER_BOUNDS = Bounds(pattern=TIER_FORM, form="memory:SIZE or /DIRECTORY:SIZE, SIZE in KiB, MiB, GiB or TiB")
 _CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 2048
 
 
@@ -115,7 +116,7 @@ class EngineConfig(ClusterConfig):
         "keep what each rank's KV pool evicts in so much memory, memory:20GiB, or in a file below a "
         "directory, /nvme/isthmus:1TiB, in the order given; KV in a file is as secret as its prompt",
         split=False,
-        bounds=Bounds(pattern=TIER_FORM, form="memory:SIZE or /DIRECTORY:SIZE, SIZE in KiB, MiB, GiB or TiB"),
+        bounds=TIER_BOUNDS,
     )
     kv_tier_fd: int | None = setting(
         None, "open file of --kv-tier=memory, which the supervisor keeps", bounds=Bounds(at_least=0)
@@ -214,9 +215,7 @@ class EngineConfig(ClusterConfig):
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
-        places = [os.path.normpath(each.rsplit(":", 1)[0]) for each in self.kv_tier]
-        if len(set(places)) < len(places):
-            raise ConfigError("--kv-tier: two tiers are in one place")
+        tier_places(self.kv_tier)
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 
@@ -335,8 +334,8 @@ class EngineConfig(ClusterConfig):
 
     @property
     def tiers(self) -> TierSettings:
-        places = tuple(map(TierPlace.parse, self.kv_tier))
-        return TierSettings(places, memory_fd=self.kv_tier_fd, call_limit_s=self.step_limit_s or math.inf)
+        call_limit_s = self.step_limit_s or math.inf
+        return TierSettings(tier_places(self.kv_tier), memory_fd=self.kv_tier_fd, call_limit_s=call_limit_s)
 
     def limits(self, role: Role) -> Limits:
         target_ms = self.itl_target_ms if role is Role.DECODE else None

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from services.cli import screen
 from services.cli.table import fold, format_bytes
+from services.engine.engine_config import TIER_BOUNDS
+from services.engine.paged.shell.tiers import TierPlace, check_tiers, tier_places
 from services.kv.tails import PoolSizes, units_at, units_for
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
 from services.model.model_config import Pool, context_tokens, kv_dtype
@@ -19,6 +21,7 @@ from services.model.quantization import MODELOPT_FILE, is_quantized, with_modelo
 from services.model.weights import weights
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.settings.named_models import MODEL_HELP, resolved
+from services.tier.slab import SlabShape
 from services.values.errors import ConfigError
 
 
@@ -105,6 +108,9 @@ class CarriedPools:
 
 
 _GIB = 2**30
+_INDEX_BLOCK = 64  # A tier keeps whole blocks of the index.
+_BESIDE_BYTES = _GIB  # Python and torch take it on a CPU.
+_MEMORY_GIB_PER_S = 6.0  # One core copies so much into a pool (measured; docs/benchmarks.md has tiers' gain).
 _LABEL = 19  # Each line's value begins at this column.
 
 
@@ -173,6 +179,16 @@ class SizeConfig:
         bounds=Bounds(above=0),
     )
 
+    kv_tier: tuple[str, ...] = setting(
+        (), "the ranks' --kv-tier: tell what each holds", split=False, bounds=TIER_BOUNDS
+    )
+    disk_gib_per_s: float | None = setting(
+        None, "with --kv-tier: GiB that a rank reads from files in a second", bounds=Bounds(above=0)
+    )
+    compute_tokens_per_s: float | None = setting(
+        None, "with --kv-tier: prompt tokens that a rank computes in a second", bounds=Bounds(above=0)
+    )
+
     def __post_init__(self) -> None:
         check_bounds(self)
         if not 0 <= self.concurrency <= self.conversations:
@@ -198,6 +214,7 @@ class Fit:
     reserve_bytes: float
     memory_bytes: float
     start_bytes: float = 0.0  # These are weights while a rank starts, if that is more.
+    tier_bytes: int = 0  # Tiers in memory are taken at the start.
 
     @property
     def fits(self) -> bool:
@@ -205,11 +222,11 @@ class Fit:
 
     @property
     def missing_at_start(self) -> float:
-        return self.start_bytes + self.reserve_bytes - self.memory_bytes
+        return self.start_bytes + self.tier_bytes + self.reserve_bytes - self.memory_bytes
 
     @property
     def missing_bytes(self) -> float:
-        pools = self.kv_pages * self.page_bytes + self.carried_bytes
+        pools = self.kv_pages * self.page_bytes + self.carried_bytes + self.tier_bytes
         return self.weights_bytes + pools + self.reserve_bytes - self.memory_bytes
 
     @property
@@ -227,6 +244,7 @@ class Fit:
             f"weights            {format_bytes(self.weights_bytes)}",
             f"pool               {self.kv_pages} pages, {format_bytes(self.kv_pages * self.page_bytes)}",
             *self._carried_line(),
+            *([f"tiers in memory    {format_bytes(self.tier_bytes)}"] if self.tier_bytes else []),
             f"set aside          {format_bytes(self.reserve_bytes)}",
             f"{f'of {format_bytes(self.memory_bytes)}'.ljust(18)} {verdict}",
             *self._start_line(),
@@ -255,6 +273,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         (gpu_gib / 10 if config.reserve_gib is None else config.reserve_gib) * _GIB,
         gpu_gib * _GIB,
         _start_bytes(config, checkpoint),
+        sum(place.size_bytes for place in _tiers(config, checkpoint) if place.directory is None),
     )
 
 
@@ -316,6 +335,8 @@ def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
     ]
     if config.pool_gib is not None:
         lines.append(_held(config, pool, config.pool_gib * _GIB - carried.size_bytes))
+    if config.kv_tier:
+        lines += _tier_lines(config, checkpoint, pool)
     return lines + _remarks(config, checkpoint)
 
 
@@ -359,6 +380,52 @@ def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
     if held < max(config.concurrency, 1):
         text += f"; too few for {config.concurrency or 1} at once: sequences would be retracted"
     return text
+
+
+def _tiers(config: SizeConfig, checkpoint: dict[str, Any]) -> tuple[TierPlace, ...]:
+    """Return the tiers of a rank. Raises ConfigError where the rank would refuse them at its start."""
+    places, groups = tier_places(config.kv_tier), layer_groups(checkpoint)
+    if places:
+        if config.engine == "sglang":
+            raise ConfigError("--kv-tier is not for --engine=sglang")
+        carries = bool(groups.windows) or groups.recurrent is not None
+        check_tiers(carries=carries, drafts=config.draft_model is not None, on_gpu=config.tp_size > 1)
+    return places
+
+
+def _tier_lines(config: SizeConfig, checkpoint: dict[str, Any], pool: Pool) -> Iterator[str]:
+    """Yield what each tier holds and how fast it is, and the memory of a rank that has them, on a CPU."""
+    block_tokens = max(_INDEX_BLOCK, config.page_size)
+    block_bytes = block_tokens * pool.token_bytes
+    for text, place in zip(config.kv_tier, _tiers(config, checkpoint), strict=True):
+        blocks = SlabShape.fitting(bytes(8), block_bytes, place.size_bytes).num_slots
+        held = blocks // max(1, config.context_tokens // block_tokens) * config.ranks
+        yield (
+            f"{text.ljust(_LABEL - 1)} {blocks * block_tokens} tokens on each rank: {held} conversations on "
+            f"{config.ranks} ranks"
+        )
+        gib_per_s = _MEMORY_GIB_PER_S if place.directory is None else config.disk_gib_per_s
+        if gib_per_s is not None:
+            yield f"{'read'.ljust(_LABEL - 1)} {_pace(gib_per_s * _GIB / pool.token_bytes, config)}"
+    pages = config.kv_pages or pool.pages_for(config.conversations, config.ranks)
+    in_memory = sum(place.size_bytes for place in tier_places(config.kv_tier) if place.directory is None)
+    own_bytes = weights(checkpoint, dequantized=True).bytes_per_gpu()
+    if config.weights_gib is not None:
+        own_bytes = config.weights_gib * _GIB
+    needed = own_bytes + pages * pool.page_bytes + in_memory + _BESIDE_BYTES
+    yield (
+        f"memory of a rank   {format_bytes(needed)}: weights {format_bytes(own_bytes)}, --kv-pages={pages}, "
+        f"tiers {format_bytes(in_memory)}, and {format_bytes(_BESIDE_BYTES)}"
+    )
+
+
+def _pace(tokens_per_s: float, config: SizeConfig) -> str:
+    read, computed = f"{tokens_per_s:.0f} tokens a second", config.compute_tokens_per_s
+    if computed is None:
+        return read
+    times = tokens_per_s / computed
+    told = f"{times:.1f} times as fast as computing"
+    return f"{read}, {told}" + (": a rank would leave it alone" if times <= 1 else "")
 
 
 def _remarks(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:

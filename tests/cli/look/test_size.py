@@ -184,3 +184,44 @@ def test_what_is_beside_the_pages(subtests, tmp_path_factory, capsys):
         assert "beside the pages   6.0 GiB" in capsys.readouterr().out.splitlines()
         assert run([*flags, "--resume-points=99", "--gpu-gib=16"]) == 1
         assert capsys.readouterr().out.splitlines()[-1].endswith("what is beside the pages is too much")
+
+
+def test_what_tiers_hold(subtests, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    flags = ("--context-tokens=8000", "--conversations=20", "--ranks=2")
+    tiers = ("--kv-tier=memory:20GiB", "--kv-tier=/nvme/isthmus:1TiB")
+    with subtests.test("tokens and conversations, and the memory of a rank"):
+        *_, memory, read, file, needed = lines_of(capsys, tmp_path, *flags, *tiers)
+        slots = (20 * 2**30 - 8192) // (64 * 128 * 1024 + 64)
+        assert memory.split(": ") == [
+            f"memory:20GiB       {slots * 64} tokens on each rank",
+            f"{slots // 125 * 2} conversations on 2 ranks",
+        ]
+        assert read == "read               49152 tokens a second"
+        assert file.startswith("/nvme/isthmus:1TiB 8388")
+        assert needed == (
+            "memory of a rank   45.7 GiB: weights 15.0 GiB, --kv-pages=1250, tiers 20.0 GiB, and 1.0 GiB"
+        )
+    with subtests.test("a tier that is slower than computing is of no use"):
+        rates = ("--compute-tokens-per-s=20000", "--disk-gib-per-s=2")
+        *_, read, _, slow, _ = lines_of(capsys, tmp_path, *flags, *tiers, *rates)
+        assert read.endswith("2.5 times as fast as computing")
+        assert slow.endswith(" 0.8 times as fast as computing: a rank would leave it alone")
+    with subtests.test("its memory counts for what fits"):
+        fitting = ("--gpu-gib=46", "--reserve-gib=1")
+        assert run([f"--model={tmp_path}", *flags, *tiers, *fitting]) == 0
+        assert "tiers in memory    20.0 GiB" in capsys.readouterr().out.splitlines()
+        assert run([f"--model={tmp_path}", *flags, "--kv-tier=memory:21GiB", *fitting]) == 1
+        capsys.readouterr()
+    (tmp_path / "hybrid.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+    for refused, why in [
+        (("--kv-tier=memory:1MiB",), "have no room for a block"),
+        (("--kv-tier=/tiers:1GiB", "--kv-tier=/tiers/:2GiB"), "two tiers are in one place"),
+        (("--kv-tier=memory:1GiB", "--engine=sglang"), "not for --engine=sglang"),
+        (("--kv-tier=memory:1GiB", "--tp-size=2"), "a pool on a GPU"),
+        (("--kv-tier=memory:1GiB", f"--draft-model={tmp_path}"), "a draft model"),
+        (("--kv-tier=memory:1GiB", f"--model={tmp_path / 'hybrid.json'}"), "windows or states"),
+    ]:
+        with subtests.test("what the ranks refuse is refused", refused=refused):
+            with pytest.raises(ConfigError, match=why):
+                run([f"--model={tmp_path}", *refused])

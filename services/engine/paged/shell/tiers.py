@@ -1,8 +1,9 @@
 """A rank's tiers are opened here, as its settings describe them, for the layout of its runner."""
 
 import logging
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,24 @@ class TierPlace:
         return cls(None if where == "memory" else Path(where), int(number) * _UNITS[unit])
 
 
+def tier_places(texts: Iterable[str]) -> tuple[TierPlace, ...]:
+    """Read what has TIER_FORM, the nearest first. Raises ConfigError where two are in one place."""
+    places = tuple(map(TierPlace.parse, texts))
+    if len({place.directory and os.path.normpath(place.directory) for place in places}) < len(places):
+        raise ConfigError("--kv-tier: two tiers are in one place")
+    return places
+
+
+def check_tiers(*, carries: bool, drafts: bool, on_gpu: bool) -> None:
+    """Raise ConfigError where a rank has more than full attention's pages on a CPU: these alone have tiers."""
+    if carries:
+        raise ConfigError("--kv-tier: a model with windows or states has no tiers yet")
+    if drafts:
+        raise ConfigError("--kv-tier: what a draft model remembers has no tier yet: leave one of the two out")
+    if on_gpu:
+        raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
+
+
 @dataclass(frozen=True, slots=True)
 class TierSettings:
     places: tuple[TierPlace, ...] = ()  # The nearest tier comes first.
@@ -73,8 +92,8 @@ def open_tiers(
     """
     if not settings.places or not cache.enabled:
         return None
-    _refuse(runner)
-    layout = runner.layout
+    layout, drafts = runner.layout, runner.draft is not None
+    check_tiers(carries=bool(layout.carried), drafts=drafts, on_gpu=runner.memory.kind != "DRAM")
     with ExitStack() as opened:
         found: list[_Opened] = []
         for place in settings.places:
@@ -105,15 +124,6 @@ def open_tiers(
         clock,
         wake,
     )
-
-
-def _refuse(runner: ModelRunner) -> None:
-    if runner.layout.carried:
-        raise ConfigError("--kv-tier: a model with windows or states has no tiers yet")
-    if runner.draft is not None:
-        raise ConfigError("--kv-tier: what a draft model remembers has no tier yet: leave one of the two out")
-    if runner.memory.kind != "DRAM":
-        raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
 
 
 def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) -> _Opened | None:
