@@ -1,10 +1,16 @@
-"""This benchmark measures what placement is worth on a trace of real conversations, beside other policies.
+"""This benchmark measures what placement is worth, beside other policies.
 
+    python -m bench.placement --workloads all --json FILE
     python -m bench.placement --trace FILE --json FILE
 
 Virtual time, real decisions: the router's own placer, balance and index, and the prefix cache and page
 allocator of every rank, around a model of what prefill, transfer and decode take (ranks.Timing, in the JSON).
-A page is one block of the trace. "ours" (for its pins) and "sticky" are given conversation ids worked out
+
+Workloads (generators.py) are sessions, in cells of a layout, arrivals and a load (cells.py). A table for each
+cell and the means for each layout are ratios to ours; figures.py says what each figure is. The last line says
+in how many cells ours leads, ties within 3 % or loses. --quick takes one load of each and fewer sessions.
+
+Of a trace a page is one block. "ours" (for its pins) and "sticky" are given conversation ids worked out
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
 "ours-held" takes ranks of a model with recurrent layers (workloads "hybrid-...") to go on wherever they hold.
 The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
@@ -35,7 +41,7 @@ from bench.placement.settings import (
     Setting,
     settings,
 )
-from bench.placement.simulation import POLICIES, READ_INDEX, Simulation
+from bench.placement.simulation import ONE_PLAN, POLICIES, READ_INDEX, Simulation
 from bench.placement.workload import TraceRequest, pooled_lru_hits, read_trace, shared_prefix, spread
 from bench.report import Row, table, write_json
 
@@ -52,6 +58,9 @@ def main() -> None:
 
 def _contend(arguments: argparse.Namespace) -> None:
     """Print a table for each layout, of the means over its cells, and how many cells ours leads."""
+    if arguments.capacities:
+        print(table([cells.measured(workload) for workload in arguments.workloads]))
+        return
     layouts = [name for name in cells.LAYOUTS if name in arguments.layouts]
     policies = ["ours", *(name for name in arguments.policies or cells.CELL_POLICIES if name != "ours")]
     rows: list[Row] = []
@@ -150,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument(
         "--workloads", type=_names_of(("all", *WORKLOADS)), help=f"all, or some of {', '.join(WORKLOADS)}"
     )
+    parser.add_argument("--capacities", action="store_true", help="of workloads: what the oracle can serve")
     parser.add_argument("--quick", action="store_true", help="of workloads: one load, and shorter")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument(
@@ -157,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names_of(dict.fromkeys((*LAYOUTS, *cells.LAYOUTS))),
         help="PREFILL+DECODE, or ranks that do both; default: all that are for a trace, or for workloads",
     )
-    known = dict.fromkeys((*POLICIES, *cells.CELL_POLICIES))
+    known = dict.fromkeys((*POLICIES, *ONE_PLAN, *cells.CELL_POLICIES))
     parser.add_argument("--policies", type=_names_of(known), help=", ".join(known))
     parser.add_argument(
         "--variations",

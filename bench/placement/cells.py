@@ -1,12 +1,13 @@
 """A cell is a workload, a layout, a kind of arrivals and a load; every policy is run in it.
 
-The capacity of a layout is what its computing ranks can compute: the sum of their tokens a second over the
-tokens that a session takes under the oracle. The oracle may not compute on decode ranks where there are
-prefill ranks, for this is what such a layout is split for. How much a session takes depends on the load; so
-it is measured twice, the second time at four fifths of what the first time gave. Closed arrivals have as many
-users as the open ones of that load have sessions at once, by Little's law.
+The capacity of a layout is so many sessions a second for each prefill rank, or for each rank where there are
+none: those of which the oracle still serves nine of ten requests within the targets of figures.py on eight
+ranks that do both. --capacities measures what share it serves. A policy that also computes on decode ranks
+can serve more. Closed arrivals have as many users as the open ones of that load have sessions at once, by
+Little's law.
 
-All sessions run to their end, and the first tenth of them is not counted.
+The sessions are so many that they take four minutes to come, or twice as long as one takes if that is longer.
+All of them run to their end, and the first fifth is not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from bench.placement.simulation import Simulation
 from bench.placement.workload import TraceRequest
 from bench.report import Row
 
-# A rank as large as a model of 70B needs, over eight devices: 320 KiB a token, 600,000 tokens.
+# A rank as large as a model of 70B needs, over eight devices: 320 KiB a token, a million tokens.
 TIMING = Timing(
     tokens_per_s=4_000.0,
     chunk_tokens=1_024,
@@ -33,10 +34,10 @@ TIMING = Timing(
     step_s=0.025,
     step_s_per_sequence=0.0005,
 )
-_BLOCKS = 1_200
+_BLOCKS = 2_000
 _SLOW_SHARE = 1 / 3
-_UNCOUNTED_SHARE = 0.1
-_PROBED_LOAD = 0.8
+_UNCOUNTED_SHARE = 0.2
+_LENGTHS, _LEAST_S, _LEAST_REQUESTS, _MOST_REQUESTS = 2.0, 120.0, 1_000, 6_000
 LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "16+48": (16, 48)}
 LOADS = (0.5, 0.8, 0.95, 1.1)
 PEER_POLICIES = ("round-robin", "least-loaded", "sticky", "cache-aware", *PEERS)
@@ -44,10 +45,25 @@ CELL_POLICIES = ("ours", *PEER_POLICIES, "oracle")
 
 
 @dataclass(frozen=True, slots=True)
+class Capacity:
+    sessions_per_s: float  # of a rank
+    session_s: float  # that one takes
+
+
+CAPACITIES = {
+    "agents": Capacity(0.050, 380.0),
+    "documents": Capacity(0.6, 75.0),
+    "giant": Capacity(0.46, 60.0),
+    "burst": Capacity(0.046, 400.0),
+    "mixed": Capacity(0.42, 105.0),
+    "slow": Capacity(0.050, 380.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class Fleet:
     workload: str
     layout: str
-    length_s: float  # that the sessions' arrivals take at all of the capacity
     seed: int = 1
 
     @property
@@ -59,17 +75,12 @@ class Fleet:
         )
 
     @property
-    def tokens_per_s(self) -> float:
-        """Return the sum of those that compute where there are prefill ranks."""
+    def sessions_per_s(self) -> float:
+        """Return the capacity."""
         setting = self.setting
-        return sum(timing.tokens_per_s for timing in setting.timings(setting.prefill or setting.decode, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    num_requests: int
-    sessions_per_s: float
-    session_s: float  # that one takes
+        timings = setting.timings(setting.prefill or setting.decode, 1)
+        usual_ranks = sum(timing.tokens_per_s for timing in timings) / TIMING.tokens_per_s
+        return usual_ranks * CAPACITIES[self.workload].sessions_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,7 @@ class Cell:
     fleet: Fleet
     arrivals: str  # open or closed
     load: float
+    lengths: float = _LENGTHS
 
     def columns(self) -> Row:
         fleet = self.fleet
@@ -87,38 +99,25 @@ class Cell:
             "load": self.load,
         }
 
-    def requests(self, capacity: Capacity) -> list[TraceRequest]:
-        return _requests(self, capacity)
+    def requests(self) -> list[TraceRequest]:
+        """Return those of a fleet and a length, which are the same whatever the load but for their times."""
+        fleet, session_s = self.fleet, CAPACITIES[self.fleet.workload].session_s
+        make = WORKLOADS[fleet.workload]
+        some = make(fleet.seed, _LEAST_REQUESTS)
+        per_session = sum(session.num_requests for session in some) / len(some)
+        arrive_s = self.lengths * max(0.7 * session_s, _LEAST_S)
+        num_requests = int(arrive_s * fleet.sessions_per_s * per_session)
+        sessions = make(fleet.seed, min(_MOST_REQUESTS, max(_LEAST_REQUESTS, num_requests)))
+        sessions_per_s = self.load * fleet.sessions_per_s
+        if self.arrivals == "open":
+            return open_arrivals(sessions, sessions_per_s, fleet.seed)
+        return closed_arrivals(sessions, max(1, round(sessions_per_s * session_s)), fleet.seed)
 
 
-def _requests(cell: Cell, capacity: Capacity) -> list[TraceRequest]:
-    fleet = cell.fleet
-    sessions = WORKLOADS[fleet.workload](fleet.seed, capacity.num_requests)
-    sessions_per_s = cell.load * capacity.sessions_per_s
-    if cell.arrivals == "open":
-        return open_arrivals(sessions, sessions_per_s, fleet.seed)
-    return closed_arrivals(sessions, max(1, round(sessions_per_s * capacity.session_s)), fleet.seed)
-
-
-def capacity_of(fleet: Fleet) -> Capacity:
-    policy = "oracle-remote" if fleet.setting.prefill else "oracle"
-    num_requests, tokens = 400, 0.0
-    sessions = WORKLOADS[fleet.workload](fleet.seed, num_requests)
-    tokens = sum(turn.new_tokens for session in sessions for turn in session.turns) / len(sessions)
-    session_s = 0.0
-    for _ in range(2):
-        sessions_per_s = fleet.tokens_per_s / tokens
-        per_session = fmean(session.num_requests for session in sessions)
-        num_requests = max(_LEAST_REQUESTS, int(fleet.length_s * sessions_per_s * per_session))
-        probe = Capacity(num_requests, sessions_per_s, session_s)
-        jobs = _jobs(Cell(fleet, "open", _PROBED_LOAD), probe, policy)
-        names = {job.request.session.partition(".")[0] for job in jobs}
-        tokens = sum(job.computed_tokens for job in jobs) / len(names)
-        session_s = fmean(_durations_s(jobs))
-    return Capacity(num_requests, fleet.tokens_per_s / tokens, session_s)
-
-
-_LEAST_REQUESTS = 1_500
+def measured(workload: str) -> Row:
+    """Return what the oracle serves at all of the capacity."""
+    jobs = jobs_of(Cell(Fleet(workload, "8"), "open", 1.0), "oracle")
+    return {"workload": workload, "session_s": fmean(_durations_s(jobs)), **figures_of(jobs)}
 
 
 def _durations_s(jobs: Sequence[Job]) -> Iterator[float]:
@@ -131,20 +130,19 @@ def _durations_s(jobs: Sequence[Job]) -> Iterator[float]:
     return (ended[name] - began[name] for name in began)
 
 
-def _jobs(cell: Cell, capacity: Capacity, policy: str) -> list[Job]:
+def jobs_of(cell: Cell, policy: str) -> list[Job]:
     """Return the requests that count, by number."""
-    requests = cell.requests(capacity)
+    requests = cell.requests()
     simulation = Simulation(cell.fleet.setting, policy, requests)
     simulation.serve()
     first = int(_UNCOUNTED_SHARE * len(requests))
-    return sorted(
-        (job for job in simulation.jobs if job.request.number >= first), key=lambda job: job.request.number
-    )
+    jobs = (job for job in simulation.jobs if job.request.number >= first)
+    return sorted(jobs, key=lambda job: job.request.number)
 
 
-def run_cell(cell: Cell, capacity: Capacity, policy: str) -> Row:
+def run_cell(cell: Cell, policy: str) -> Row:
     began = process_time()
-    figures = figures_of(_jobs(cell, capacity, policy))
+    figures = figures_of(jobs_of(cell, policy))
     return {**cell.columns(), "policy": policy, **figures, "cpu_s": process_time() - began}
 
 
@@ -152,10 +150,8 @@ def run_cells(
     cells: Sequence[Cell], policies: Sequence[str], processes: int
 ) -> Iterator[tuple[Cell, dict[str, Row]]]:
     """Yield each with the rows of the policies, as they come."""
-    fleets = list(dict.fromkeys(cell.fleet for cell in cells))
+    runs = [(cell, policy) for cell in cells for policy in policies]
     with ProcessPoolExecutor(processes) as pool:
-        capacities = dict(zip(fleets, pool.map(capacity_of, fleets), strict=True))
-        runs = [(cell, capacities[cell.fleet], policy) for cell in cells for policy in policies]
         rows = pool.map(run_cell, *zip(*runs, strict=True))
         for cell in cells:
             yield cell, {policy: next(rows) for policy in policies}
@@ -166,13 +162,12 @@ def cells_of(workloads: Sequence[str], layouts: Sequence[str], quick: bool) -> l
     cells: list[Cell] = []
     for layout in layouts:
         for workload in workloads:
-            fleet = Fleet(workload, layout, _QUICK_S if quick else _LENGTH_S)
+            fleet, lengths = Fleet(workload, layout), 0.5 if quick else _LENGTHS
             grid = _QUICK if quick else _OF_AGENTS if workload == "agents" else _OF_OTHERS
-            cells += [Cell(fleet, arrivals, load) for arrivals, load in grid]
+            cells += [Cell(fleet, arrivals, load, lengths) for arrivals, load in grid]
     return cells
 
 
-_LENGTH_S, _QUICK_S = 600.0, 150.0
 _QUICK = (("open", 0.8),)
 _OF_AGENTS = (*(("open", load) for load in LOADS), ("closed", 0.8), ("closed", 0.95))
 _OF_OTHERS = (("open", 0.8), ("closed", 0.95))

@@ -42,29 +42,24 @@ def figures_of(jobs: Sequence[Job]) -> Row:
     that its new parts take to compute over the time that its first tokens took. Short prompts have less than
     1,000 new tokens.
     """
-    timing = jobs[0].decode.timing
     ttft = sorted(_ttft_s(job) for job in jobs)
     itl = [_itl_s(job) for job in jobs]
-    ideal_s = [job.request.new_tokens / timing.tokens_per_s for job in jobs]
-    good = sum(
-        _ttft_s(job) <= _TTFT_S + _TTFT_TIMES * alone_s and between_s <= _ITL_S
-        for job, alone_s, between_s in zip(jobs, ideal_s, itl, strict=True)
-    )
+    good = good_share(jobs)
     arrivals = [job.request.arrival_s for job in jobs]
     prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
     computed_tokens = sum(job.computed_tokens for job in jobs)
     sessions: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for job, alone_s in zip(jobs, ideal_s, strict=True):
+    for job in jobs:
         sums = sessions[job.request.session]
-        sums[0] += alone_s
+        sums[0] += _alone_s(job)
         sums[1] += _ttft_s(job)
     return {
         "ttft_mean_s": fmean(ttft),
         "ttft_p50_s": quantile(ttft, 0.5),
         "ttft_p99_s": quantile(ttft, 0.99),
         "itl_mean_s": fmean(itl),
-        "goodput_per_s": good / (max(arrivals) - min(arrivals)),
-        "good_share": good / len(jobs),
+        "goodput_per_s": good * len(jobs) / (max(arrivals) - min(arrivals)),
+        "good_share": good,
         "hits": 1 - computed_tokens / prompt_tokens,
         "computed_tokens": computed_tokens,
         "jain": jain([alone_s / took_s for alone_s, took_s in sessions.values()]),
@@ -81,6 +76,19 @@ def _by_new_tokens(jobs: Sequence[Job]) -> Row:
         row[f"{name}_ttft_mean_s"] = fmean(ttft) if ttft else None
         row[f"{name}_ttft_p99_s"] = quantile(ttft, 0.99) if ttft else None
     return row
+
+
+def good_share(jobs: Sequence[Job]) -> float:
+    """Return the share of the requests that were served within the targets."""
+    good = sum(
+        _ttft_s(job) <= _TTFT_S + _TTFT_TIMES * _alone_s(job) and _itl_s(job) <= _ITL_S for job in jobs
+    )
+    return good / len(jobs)
+
+
+def _alone_s(job: Job) -> float:
+    """Return the time to compute the new part."""
+    return job.request.new_tokens / job.decode.timing.tokens_per_s
 
 
 def _ttft_s(job: Job) -> float:

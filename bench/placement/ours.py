@@ -1,7 +1,8 @@
 """The router's own placement in the simulator, and the same price with nothing hidden from it."""
 
+from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -101,11 +102,34 @@ class Ours:
         self._balance.report(rank.id.key, rank.load())
 
 
-class Oracle:
-    """The same price of every cache and queue as it is at this moment, what is on its way there included."""
+class Coming:
+    """These requests will be sent at known times, for the answers before them have been given. `home` is the
+    decode rank of the last one."""
 
-    def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]") -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at_home: dict[RankKey, list[float]] = {}
+
+    def add(self, at_s: float, home: Rank) -> None:
+        insort(self._at_home.setdefault(home.id.key, []), at_s)
+
+    def within(self, rank: Rank, seconds: float) -> int:
+        """Return how many come to their home in so many seconds."""
+        known, now = self._at_home.get(rank.id.key, []), self._clock()
+        del known[: bisect_right(known, now)]
+        return bisect_right(known, now + seconds)
+
+
+class Oracle:
+    """The same price of every cache and queue as it is at this moment, what is on its way there included.
+
+    It also knows when the requests come back whose answers have been given, and where those were. It is near
+    the best and no bound: it takes one request at a time, and the next sessions are as new to it as to ours.
+    """
+
+    def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]", coming: Coming) -> None:
         self._fleet = fleet
+        self._coming = coming
         self._random = Random(seed)
         self._on_its_way = on_its_way
 
@@ -132,11 +156,14 @@ class Oracle:
         )
 
     def _decode_candidate(self, rank: DecodeRank, request: TraceRequest) -> DecodeCandidate:
-        books = rank.cache.books()
+        books, pending = rank.cache.books(), rank.exact_pending_tokens + self._on_its_way.get(rank, 0)
+        # Those that come back before this one is computed will wait for it: that counts as its own wait.
+        uncached = request.prompt_tokens - rank.reused_tokens(request)
+        pending += uncached * self._coming.within(rank, (pending + uncached) / rank.timing.tokens_per_s)
         return DecodeCandidate(
             id=rank.id,
             hit_tokens=rank.matched_tokens(request),
-            pending_tokens=rank.exact_pending_tokens + self._on_its_way.get(rank, 0),
+            pending_tokens=pending,
             queued=len(rank._queue),
             prefill_tokens_per_s=rank.timing.tokens_per_s,
             running=rank.num_running,

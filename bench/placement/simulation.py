@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from bench.placement.events import Events
-from bench.placement.ours import Fleet, Oracle, Ours
+from bench.placement.ours import Coming, Fleet, Oracle, Ours
 from bench.placement.peers import PEERS, Peer, Rule, Rules
 from bench.placement.pins import Pins
 from bench.placement.policies import (
@@ -31,6 +31,7 @@ from services.values.rank import Generation, Plan, RankId
 OURS = ("ours", "ours-remote", "ours-held", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
 POLICIES = OURS + OTHERS  # of a trace
+ONE_PLAN = ("ours-remote", "ours-local", "oracle-remote")  # where there are prefill ranks
 READ_INDEX = ("ours", "ours-remote", "ours-held")  # and pins
 
 
@@ -52,6 +53,7 @@ class Simulation:
         self._on_its_way: dict[Rank, int] = {}
         self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
         self._waiting: dict[int, int] = {}  # for so many requests
+        self._coming = Coming(self._events.clock)
         self._policies = self._make_policies(policy)
         for rank in (*self._decodes, *self._prefills):
             rank.report = self._report
@@ -85,9 +87,9 @@ class Simulation:
         if not self._prefills or name.endswith("-local"):
             plans = {Plan.LOCAL}
         fleet = Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
-        if name in ("oracle", "oracle-remote"):
-            return [Oracle(fleet, i, self._on_its_way) for i in range(setting.routers)]
-        if name in OURS:
+        if name.partition("-")[0] == "oracle":
+            return [Oracle(fleet, i, self._on_its_way, self._coming) for i in range(setting.routers)]
+        if name.partition("-")[0] == "ours":
             pins = Pins(self._events, setting.staleness_s)
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
             tells = name != "ours-held"
@@ -139,6 +141,7 @@ class Simulation:
             self._waiting[request.number] -= 1
             if not self._waiting[request.number]:
                 at_s = self._events.now + request.wait_s
+                self._coming.add(at_s, job.decode)
                 self._events.at(at_s, self._send, policy, replace(request, arrival_s=at_s))
 
     def _there(self, rank: Rank, tokens: int) -> None:
