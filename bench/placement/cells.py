@@ -6,7 +6,7 @@ ranks that do both. --capacities measures what share it serves. A policy that al
 can serve more. Closed arrivals have as many users as the open ones of that load have sessions at once, by
 Little's law.
 
-The sessions are so many that they take four minutes to come, or twice as long as one takes if that is longer.
+The sessions are so many that they take as long to come as one takes, and no less than 160 s.
 All of them run to their end, and the first fifth is not counted.
 """
 
@@ -37,7 +37,7 @@ TIMING = Timing(
 _BLOCKS = 2_000
 _SLOW_SHARE = 1 / 3
 _UNCOUNTED_SHARE = 0.2
-_LENGTHS, _LEAST_S, _LEAST_REQUESTS, _MOST_REQUESTS = 2.0, 120.0, 1_000, 6_000
+_LENGTHS, _LEAST_S, _LEAST_REQUESTS, _MOST_REQUESTS = 1.0, 160.0, 1_000, 6_000
 LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "16+48": (16, 48)}
 LOADS = (0.5, 0.8, 0.95, 1.1)
 PEER_POLICIES = ("round-robin", "least-loaded", "sticky", "cache-aware", *PEERS)
@@ -105,7 +105,7 @@ class Cell:
         make = WORKLOADS[fleet.workload]
         some = make(fleet.seed, _LEAST_REQUESTS)
         per_session = sum(session.num_requests for session in some) / len(some)
-        arrive_s = self.lengths * max(0.7 * session_s, _LEAST_S)
+        arrive_s = self.lengths * max(session_s, _LEAST_S)
         num_requests = int(arrive_s * fleet.sessions_per_s * per_session)
         sessions = make(fleet.seed, min(_MOST_REQUESTS, max(_LEAST_REQUESTS, num_requests)))
         sessions_per_s = self.load * fleet.sessions_per_s
@@ -169,5 +169,5 @@ def cells_of(workloads: Sequence[str], layouts: Sequence[str], quick: bool) -> l
 
 
 _QUICK = (("open", 0.8),)
-_OF_AGENTS = (*(("open", load) for load in LOADS), ("closed", 0.8), ("closed", 0.95))
+_OF_AGENTS = (*(("open", load) for load in LOADS), *(("closed", load) for load in LOADS[1:]))
 _OF_OTHERS = (("open", 0.8), ("closed", 0.95))

@@ -55,10 +55,14 @@ class Simulation:
         self._waiting: dict[int, int] = {}  # for so many requests
         self._coming = Coming(self._events.clock)
         self._policies = self._make_policies(policy)
-        for rank in (*self._decodes, *self._prefills):
+        for rank in self.ranks:
             rank.report = self._report
             rank.publish = self._publish
         self.jobs: list[Job] = []
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        return (*self._prefills, *self._decodes)
 
     def run(self) -> Row:
         began = time.process_time()
@@ -76,7 +80,7 @@ class Simulation:
                 else:
                     self._events.at(request.arrival_s, self._send, policy, request)
         self._events.run()
-        for rank in (*self._decodes, *self._prefills):
+        for rank in self.ranks:
             rank.cache.check()
             assert rank.cache.num_open == 0, f"{rank.id} still holds pages"
         assert len(self.jobs) == len(self._requests)
@@ -164,7 +168,7 @@ class Simulation:
         ttft = sorted(job.first_token_s - job.request.arrival_s for job in jobs)
         moved = sum(job.delta_tokens for job in remote) * setting.timing.kv_bytes_per_token
         moved += len(remote) * setting.timing.state_bytes
-        busy = [rank.busy_s for rank in (*self._prefills, *self._decodes) if rank.busy_s > 0]
+        busy = [rank.busy_s for rank in self.ranks if rank.busy_s > 0]
         itl = [
             (job.ended_s - job.first_token_s) / (job.request.output_tokens - 1)
             for job in jobs
