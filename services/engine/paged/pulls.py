@@ -29,7 +29,8 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import PageId
 from services.values.rank import TransferId
 
-# The first grant may be of any size. Locked pages cannot be evicted for the sequences that run here.
+# The first grant may be of any size. Locked pages cannot be evicted for the sequences that run here, so the
+# others come to this share of the pool, or to more where half of the pool is available beside them.
 _MOST_SHARE = 8
 _MOST_GRANTS = 8
 
@@ -130,8 +131,10 @@ class Pulls:
     def _is_busy(self, num_pages: int) -> bool:
         if not self._granted:
             return False
-        too_much = self.granted_pages + num_pages > self._cache.num_pages // _MOST_SHARE
-        return too_much or len(self._granted) >= _MOST_GRANTS
+        if len(self._granted) >= _MOST_GRANTS:
+            return True
+        is_much = self.granted_pages + num_pages > self._cache.num_pages // _MOST_SHARE
+        return is_much and self._cache.available_pages - num_pages < self._cache.num_pages // 2
 
     # -- what is written here -------------------------------------------------------------------------
 

@@ -17,19 +17,27 @@ def holding(*prompts, **settings):
     return rank
 
 
-def test_a_first_grant_may_be_of_any_size_and_others_are_few():
+def test_a_first_grant_may_be_of_any_size_and_others_are_few_beside_what_runs():
     rank = holding(prompt(1, 60), *(prompt(first) for first in range(2, 12)))
-    pulls = rank.core.pulls
+    rank.submit([7, *range(200, 359)], 2)
+    rank.step()  # With 40 of 96 pages for this one, less than half would be available beside a second grant.
+    pulls, locked = rank.core.pulls, rank.core.load().books.locked
     assert isinstance(pulls.grant(0, prompt(1, 60), "", 1), Granted)
     assert pulls.grant(1, prompt(2), "", 1) == Refused("busy", 16)  # 15 pages of 96 are lent already
     pulls.grant_ended(0)
     granted = [pulls.grant(10 + first, prompt(first), "", 1) for first in range(2, 12)]
     assert [isinstance(each, Granted) for each in granted] == [True] * 3 + [False] * 7  # of 4 pages each
-    assert rank.core.load().granted_pages == 12 == rank.core.load().books.locked
+    assert rank.core.load().granted_pages == 12 == rank.core.load().books.locked - locked
     for first in range(2, 12):
         pulls.grant_ended(10 + first)
     assert rank.core.load().granted_pages == 0
     rank.core.check()
+
+
+def test_an_idle_rank_grants_as_much_as_leaves_half_of_its_pool_available():
+    rank = holding(*(prompt(first, 60) for first in range(4)))
+    granted = [rank.core.pulls.grant(first, prompt(first, 60), "", 1) for first in range(4)]
+    assert [isinstance(each, Granted) for each in granted] == [True] * 3 + [False]  # of 15 pages each, of 96
 
 
 def test_a_grant_is_no_second_demand_for_what_it_locks():
