@@ -2,7 +2,8 @@
 
     prefix:   listed --offered to a successor--> taken
                 ^  |                          |--> refused, failed: listed again, for a second successor
-                |  |                          |--> busy: listed again
+                |  |                          |--> busy: listed again, and its successor rests for a while
+                |  |                          |--> taken in part: listed again, for one with more room
                 +--|--------------------------+
                    |--no successor is left, two have refused, the time is over--> left
                    `--it was evicted, or is in use--> dropped
@@ -11,9 +12,11 @@ Prefixes that were requested twice are offered first, then those that were used 
 successor that got another one with which it shares at least half of its tokens, so that the shared part
 crosses once. (Without "half" a system prompt that all share would bring everything to one successor.)
 Otherwise it goes to the successor with the most room. A prefix that is offered later may displace less, so a
-successor that had no room once is not asked again.
+successor that had no room once, or no room for all of a prefix, is not asked again. A prefix that was offered
+and not taken is listed in its old place: if an older one came first, the younger one would displace it.
 """
 
+from bisect import insort_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -77,10 +80,11 @@ class _Asked:
     offered: int = 0  # So many offers have no answer yet.
     given_tokens: int = 0
     is_out: bool = False  # It has no room, or cannot be reached.
+    rests: bool = False  # It was busy.
 
     @property
     def may_be_asked(self) -> bool:
-        return not self.is_out and self.offered < _MOST_AT_A_TIME
+        return not (self.is_out or self.rests) and self.offered < _MOST_AT_A_TIME
 
 
 @dataclass(slots=True)
@@ -96,10 +100,11 @@ class HandOver(Generic[Successor]):
 
     def __init__(self, prefixes: Sequence[IdlePrefix], successors: Sequence[Successor]) -> None:
         self.outcome = HandOverOutcome()
-        self._listed = sorted(prefixes, key=lambda each: (not each.is_protected, each.idle_s))
+        self._listed = sorted(prefixes, key=_turn)
         self._successors = {successor: _Asked() for successor in successors}
         self._tried: dict[IdlePrefix, set[Successor]] = {}
         self._offered: dict[IdlePrefix, Successor] = {}
+        self._taken_tokens: dict[IdlePrefix, int] = {}
         self._went: dict[int, Successor] = {}  # The key is the name of a fork.
 
     def __repr__(self) -> str:
@@ -119,7 +124,7 @@ class HandOver(Generic[Successor]):
             left = [successor for successor in self._successors if self._may_take(prefix, successor)]
             if not left:
                 del self._listed[place]
-                self._leave(prefix.tokens)
+                self._leave(prefix)
                 continue
             successor = self._choose(prefix, left)
             if self._successors[successor].may_be_asked:
@@ -128,16 +133,24 @@ class HandOver(Generic[Successor]):
             place += 1  # This successor is busy; the next prefix's may not be.
         return None
 
-    def taken(self, prefix: IdlePrefix, held_tokens: int, room_tokens: int) -> None:
+    def taken(self, prefix: IdlePrefix, held_tokens: int, room_tokens: int) -> int:
+        """Return how many tokens more are handed over. `room_tokens` is 0 where it had room for no more."""
         successor, asked = self._answered(prefix)
-        held_tokens = min(held_tokens, prefix.tokens)
+        before, held_tokens = self._taken_tokens.get(prefix, 0), min(held_tokens, prefix.tokens)
+        more = max(0, held_tokens - before)
+        self._taken_tokens[prefix] = before + more
         asked.room_tokens = room_tokens
         asked.given_tokens += held_tokens
-        self.outcome.handed_tokens += held_tokens
-        self.outcome.handed_prefixes += 1
-        self.outcome.left_tokens += prefix.tokens - held_tokens  # It had no room for these.
+        self.outcome.handed_tokens += more
+        self.outcome.handed_prefixes += not before
         for fork, _ in prefix.forks:
             self._went[fork] = successor
+        asked.is_out |= room_tokens == 0
+        if asked.is_out and held_tokens < prefix.tokens:
+            self._list_again(prefix)
+        else:
+            self._leave(prefix)
+        return more
 
     def no_room(self, prefix: IdlePrefix) -> None:
         _, asked = self._answered(prefix)
@@ -152,21 +165,29 @@ class HandOver(Generic[Successor]):
         self._list_again(prefix)
 
     def busy(self, prefix: IdlePrefix) -> None:
-        self._answered(prefix)
+        """Ask its successor again only after `rested`. Meanwhile another one may be asked."""
+        _, asked = self._answered(prefix)
+        asked.rests = True
         self._list_again(prefix)
 
-    def dropped(self, prefix: IdlePrefix) -> None:
+    def rested(self, successor: Successor) -> None:
+        self._successors[successor].rests = False
+
+    def dropped(self, prefix: IdlePrefix) -> int:
+        """Return how many of its tokens nobody took."""
         self._answered(prefix)
+        return prefix.tokens - self._taken_tokens.get(prefix, 0)
 
     def end(self) -> None:
         for prefix in (*self._listed, *self._offered):
-            self._leave(prefix.tokens)
+            self._leave(prefix)
         self._listed.clear()
         self._offered.clear()
 
-    def _leave(self, num_tokens: int) -> None:
-        self.outcome.left_tokens += num_tokens
-        self.outcome.left_prefixes += 1
+    def _leave(self, prefix: IdlePrefix) -> None:
+        taken_tokens = self._taken_tokens.get(prefix, 0)
+        self.outcome.left_tokens += prefix.tokens - taken_tokens
+        self.outcome.left_prefixes += not taken_tokens
 
     def _may_take(self, prefix: IdlePrefix, successor: Successor) -> bool:
         tried = self._tried.get(prefix, set())
@@ -198,4 +219,8 @@ class HandOver(Generic[Successor]):
         return successor, asked
 
     def _list_again(self, prefix: IdlePrefix) -> None:
-        self._listed.insert(0, prefix)
+        insort_left(self._listed, prefix, key=_turn)
+
+
+def _turn(prefix: IdlePrefix) -> tuple[bool, float]:
+    return not prefix.is_protected, prefix.idle_s

@@ -190,16 +190,18 @@ class Leaving:
     def tls(self) -> TlsConfig | None:
         return self._tls
 
-    def note_taken(self, prefix: IdlePrefix, taken: TakenOver) -> None:
-        held = min(taken.held_tokens, prefix.tokens)
+    def note_taken(self, prefix: IdlePrefix, more_tokens: int, taken: TakenOver) -> None:
+        is_first = prefix.node not in self._handed
         self._handed.add(prefix.node)
-        self._progress.handed_tokens += held
+        self._progress.handed_tokens += more_tokens
         self._progress.handed_bytes += taken.pulled_bytes
-        self._progress.left_tokens -= held
-        self._progress.cut_tokens += prefix.tokens - held
+        self._progress.left_tokens -= more_tokens
+        self._progress.cut_tokens += prefix.tokens * is_first - more_tokens
 
-    def note_dropped(self, prefix: IdlePrefix) -> None:
-        self._progress.left_tokens -= prefix.tokens
+    def note_dropped(self, prefix: IdlePrefix, num_tokens: int) -> None:
+        self._progress.left_tokens -= num_tokens
+        if prefix.node in self._handed:
+            self._progress.cut_tokens -= num_tokens
 
 
 async def _listed(hands_over: HandsOver, limit_s: float) -> list[IdlePrefix]:
@@ -252,8 +254,7 @@ class _Round:
     async def _offer(self, prefix: IdlePrefix, successor: RankAddress) -> None:
         token_ids = self._ids.pop(prefix, None) or await self._hands_over.spell(prefix)
         if token_ids is None:
-            self._plan.dropped(prefix)
-            self._leaving.note_dropped(prefix)
+            self._leaving.note_dropped(prefix, self._plan.dropped(prefix))
             return
         try:
             taken = await self._ask(prefix, successor, token_ids)
@@ -263,14 +264,15 @@ class _Round:
             return
         if taken.refused == "":
             self._busy_s.pop(successor, None)
-            self._plan.taken(prefix, taken.held_tokens, taken.room_tokens)
-            self._leaving.note_taken(prefix, taken)
+            more_tokens = self._plan.taken(prefix, taken.held_tokens, taken.room_tokens)
+            self._leaving.note_taken(prefix, more_tokens, taken)
         elif taken.refused == "busy":
             wait_s = self._busy_s.get(successor, _BUSY_S)
             self._busy_s[successor] = min(2 * wait_s, _LONGEST_BUSY_S)
             self._ids[prefix] = token_ids
-            await asyncio.sleep(wait_s)
             self._plan.busy(prefix)
+            await asyncio.sleep(wait_s)
+            self._plan.rested(successor)
         elif taken.refused == "no_room":
             self._plan.no_room(prefix)
         else:

@@ -28,23 +28,29 @@ ANSWERS = ("taken", "part", "no_room", "failed", "out", "busy", "dropped")
 def test_each_prefix_is_offered_in_its_turn_and_accounted_for_once(listed, num_successors, data):
     plan = HandOver(listed, range(num_successors))
     order = sorted(listed, key=lambda each: (not each.is_protected, each.idle_s))
-    tried, out, offered = Counter(), set(), []
-    handed = left = dropped = busy = 0
+    tried, out, offered, resting, held = Counter(), set(), [], set(), Counter()
+    dropped = busy = 0
     while True:
         while (found := plan.next()) is not None:
             prefix, successor = found
             offered.append(found)
-            assert successor not in out and tried[id(prefix), successor] == 0
+            assert successor not in out | resting and tried[id(prefix), successor] == 0
             assert sum(to == successor for _, to in offered) <= 2
+        if resting:
+            plan.rested(resting.pop())
+            continue
         if not offered:
             break
         prefix, successor = offered.pop(data.draw(st.integers(0, len(offered) - 1)))
         answer = data.draw(st.sampled_from(ANSWERS if busy < 20 else ANSWERS[:-2]))
         match answer:
             case "taken" | "part":
-                held = prefix.tokens if answer == "taken" else prefix.tokens // 2
-                handed, left = handed + held, left + prefix.tokens - held
-                plan.taken(prefix, held, data.draw(st.integers(0, 99)))
+                tokens = prefix.tokens if answer == "taken" else prefix.tokens // 2
+                room_tokens = data.draw(st.integers(0, 99))
+                more = plan.taken(prefix, tokens, room_tokens)
+                assert more == max(0, tokens - held[id(prefix)])
+                held[id(prefix)] += more
+                out |= set() if room_tokens else {successor}
             case "no_room":
                 out.add(successor)
                 plan.no_room(prefix)
@@ -54,14 +60,42 @@ def test_each_prefix_is_offered_in_its_turn_and_accounted_for_once(listed, num_s
                 plan.failed(prefix, is_out=answer == "out")
             case "busy":
                 busy += 1
+                resting.add(successor)
                 plan.busy(prefix)
             case "dropped":
-                dropped += prefix.tokens
-                plan.dropped(prefix)
-    assert plan.outcome.handed_tokens == handed and plan.outcome.left_tokens >= left
-    assert handed + plan.outcome.left_tokens + dropped == sum(prefix.tokens for prefix in listed)
+                rest = plan.dropped(prefix)
+                assert rest == prefix.tokens - held[id(prefix)]
+                dropped += rest
+    assert plan.outcome.handed_tokens == held.total()
+    assert held.total() + plan.outcome.left_tokens + dropped == sum(prefix.tokens for prefix in listed)
     first = HandOver(listed, range(1)).next() if order else None
     assert first is None or first[0] is order[0]
+
+
+def aged(num):
+    return [IdlePrefix(ROOT, "", 40, 0, float(age)) for age in range(num)]
+
+
+def test_the_rest_of_one_that_was_cut_goes_where_there_is_more_room():
+    one, other = aged(2)
+    plan = HandOver([one, other], ["a", "b"])
+    offers = dict([plan.next(), plan.next()])
+    assert {offers[one], offers[other]} == {"a", "b"}
+    assert plan.taken(one, 24, room_tokens=0) == 24
+    assert plan.next() == (one, offers[other])
+    assert plan.taken(one, 40, room_tokens=100) == 16 and plan.taken(other, 40, room_tokens=60) == 40
+    assert plan.next() is None and (plan.outcome.handed_tokens, plan.outcome.left_tokens) == (80, 0)
+
+
+def test_none_goes_before_a_younger_one_that_was_refused():
+    young, old, oldest = aged(3)
+    plan = HandOver([young, old, oldest], ["a"])
+    assert [plan.next(), plan.next()] == [(young, "a"), (old, "a")]
+    plan.busy(young)
+    plan.busy(old)
+    assert plan.next() is None
+    plan.rested("a")
+    assert [plan.next(), plan.next()] == [(young, "a"), (old, "a")]
 
 
 def test_what_shares_half_goes_together_and_the_rest_where_there_is_room():
@@ -127,6 +161,7 @@ def test_what_comes_displaces_nothing_that_was_used_since(used, coming):
         assert all(ages[other] < last_use + STEP_S for other in gone), (name, idle_s, gone)
         assert protected or not any(before[other].protected_tokens for other in gone)
         assert len(gone) <= here
+        ages = {other: age for other, age in ages.items() if other not in gone}
         # To a step of the clock everything that is older could go for it.
         if not here:
             assert not any(

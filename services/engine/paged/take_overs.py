@@ -54,9 +54,10 @@ class TakeOvers:
     def __len__(self) -> int:
         return len(self._protected)
 
-    @property
-    def room_tokens(self) -> int:
-        return self._cache.available_pages * self._cache.page_size
+    def room_tokens(self, seq: sequence.Sequence) -> int:
+        """Return what there is room for at most after this sequence, which is nothing if it was cut off."""
+        was_cut = 0 < seq.pulls_to < self._whole(len(seq.ids))
+        return 0 if was_cut else self._cache.available_pages * self._cache.page_size
 
     def begin(self, seq: sequence.Sequence, idle_s: float, protected_tokens: int) -> Reserved | Declined:
         end, held = self._whole(len(seq.ids)), self._held(seq)
@@ -79,6 +80,7 @@ class TakeOvers:
             return Declined("no_room", held)
         self._cache.shorten(pages, max(prefix_pages, end // self._cache.page_size))
         seq.only_pulls, seq.phase, seq.admitted_s = True, Phase.PULLING, self._clock()
+        seq.pulls_to = end
         self._carrying.begin_to_pull(seq, end, held)
         self._protected[seq] = protected_tokens
         return self._reserved(seq, prefix_pages, Wanted(end, end, held))

@@ -81,6 +81,7 @@ async def test_nothing_younger_goes_for_it(subtests):
             free = cache.books().free
             taken = await ranks.hand_over(replace(offer, idle_s=60.0))
             assert taken.refused == "" and taken.held_tokens == 4 * free < len(offer.token_ids)
+            assert taken.room_tokens == 0
             assert cache.books().free == 0
         with subtests.test("there is none"):
             taken = await ranks.hand_over(replace(offer, idle_s=60.0))
@@ -91,6 +92,7 @@ async def test_nothing_younger_goes_for_it(subtests):
             newest = (await ranks.offers())[0]
             taken = await ranks.hand_over(newest)
             assert taken.refused == "" and taken.held_tokens == len(newest.token_ids)
+            assert taken.room_tokens > 0
         await ranks.assert_nothing_held()
 
 

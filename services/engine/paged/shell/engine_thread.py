@@ -320,7 +320,7 @@ class EngineThread:
                 self._call(answer, taking.begin(seq, idle_s, protected_tokens))
             case EndTakeOver(seq, tell):
                 taking.end(seq)
-                self._call(tell, (taking.held_tokens(seq), taking.room_tokens))
+                self._call(tell, (taking.held_tokens(seq), taking.room_tokens(seq)))
             case ListIdle(tell_all):
                 self._call(tell_all, taking.list_idle())
             case Spell(prefix, tell_ids):
