@@ -222,6 +222,6 @@ def test_what_tiers_hold(subtests, tmp_path, capsys):
         (("--kv-tier=memory:1GiB", f"--draft-model={tmp_path}"), "a draft model"),
         (("--kv-tier=memory:1GiB", f"--model={tmp_path / 'hybrid.json'}"), "windows or states"),
     ]:
-        with subtests.test("what the ranks refuse is refused", refused=refused):
-            with pytest.raises(ConfigError, match=why):
-                run([f"--model={tmp_path}", *refused])
+        refusing = pytest.raises(ConfigError, match=why)
+        with subtests.test("what the ranks refuse is refused", refused=refused), refusing:
+            run([f"--model={tmp_path}", *refused])

@@ -55,7 +55,7 @@ def tier_places(texts: Iterable[str]) -> tuple[TierPlace, ...]:
 
 
 def check_tiers(*, carries: bool, drafts: bool, on_gpu: bool) -> None:
-    """Raise ConfigError where a rank has more than full attention's pages on a CPU: these alone have tiers."""
+    """Raise ConfigError unless a rank's KV is full attention's pages on a CPU, which alone have tiers."""
     if carries:
         raise ConfigError("--kv-tier: a model with windows or states has no tiers yet")
     if drafts:
