@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from bench.index.simulated_ledger import newest_of, stamped_s
-from services.index.read.prefix_index import PrefixIndex
+from services.index.read.prefix_index import Draft, PrefixIndex
 from services.values.rank import RankId
 
 
@@ -41,18 +41,21 @@ class TimedIndex(PrefixIndex):
         removed: Collection[int],
         resumable_added: Iterable[int] = (),
         resumable_removed: Iterable[int] = (),
+        files_added: Collection[int] = (),
+        files_removed: Collection[int] = (),
     ) -> bool:
-        applied = super().apply_delta(rank, added, removed, resumable_added, resumable_removed)
+        marks = resumable_added, resumable_removed, files_added, files_removed
+        applied = super().apply_delta(rank, added, removed, *marks)
         if self._timing and added and applied:
             self.delta_ages_s.append(time.monotonic() - stamped_s(next(iter(added))))
             self._num_new += len(added)
         return applied
 
-    def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
+    def add_to_draft(self, draft: Draft, hashes: Iterable[int]) -> None:
         super().add_to_draft(draft, hashes)
         self._drafted += list(hashes)
 
-    def show_draft(self, draft: int, rank: RankId) -> None:
+    def show_draft(self, draft: Draft, rank: RankId) -> None:
         super().show_draft(draft, rank)
         drafted, self._drafted = self._drafted, []
         if self._timing and drafted:

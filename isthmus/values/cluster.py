@@ -57,6 +57,7 @@ class Candidate:
     decode_tokens_per_step: float
     source: RankId | None
     source_tokens: int
+    brought_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,9 @@ class RankLoad:
     kv_paths: tuple[KvPath, ...]
     tokens_per_step: float
     granted_pages: int  # Other ranks pull them now.
+    memory_tier_bytes_per_s: float
+    file_tier_bytes_per_s: float
+    tiers_off: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Usage:
     constraint_s: float = 0.0
     pulled_tokens: int = 0
     pulled_bytes: int = 0
+    brought_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,7 @@ class Totals:
     accepted_draft_tokens: int = 0
     pulled_tokens: int = 0
     pulled_bytes: int = 0
+    brought_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,14 @@ class Engine(Protocol):
         """Yield what the radix tree gained and lost, from the first page on, to one consumer."""
         yield CacheEvents()
 
+    @property
+    def has_tiers(self) -> bool:
+        """Return whether it keeps KV below its pool. Known once it has started."""
+
+    async def below_events(self) -> AsyncIterator[CacheEvents]:
+        """Yield likewise what its tiers gained and lost; nothing where it has none."""
+        yield CacheEvents()
+
     async def books(self) -> PageBooks:
         """Walk every page and return how many are where.
 

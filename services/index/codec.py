@@ -44,6 +44,7 @@ def encode_snapshot(snapshot: PrefixSnapshot) -> bytes:
             snapshot,
             hashes=pack_hashes(snapshot.hashes),
             resumable=pack_hashes(snapshot.resumable),
+            files=pack_hashes(snapshot.files),
         )
     )
 
@@ -57,6 +58,8 @@ def encode_delta(delta: PrefixDelta) -> bytes:
             removed=pack_hashes(delta.removed),
             resumable_added=pack_hashes(delta.resumable_added),
             resumable_removed=pack_hashes(delta.resumable_removed),
+            files_added=pack_hashes(delta.files_added),
+            files_removed=pack_hashes(delta.files_removed),
         )
     )
 
@@ -84,8 +87,8 @@ def _decode_snapshot(key: SnapshotKey, value: bytes) -> PrefixSnapshot:
     fill(pb, value)
     if (pb.epoch, pb.chunk) != (key.epoch, key.chunk):
         raise ProtocolError(f"a snapshot of epoch {pb.epoch}, chunk {pb.chunk} lies at {key}")
-    hashes, resumable = unpack_hashes(pb.hashes), unpack_hashes(pb.resumable)
-    return PrefixSnapshot(Generation(pb.generation), pb.epoch, pb.chunk, hashes, resumable)
+    hashes, resumable, files = map(unpack_hashes, (pb.hashes, pb.resumable, pb.files))
+    return PrefixSnapshot(Generation(pb.generation), pb.epoch, pb.chunk, hashes, resumable, files)
 
 
 def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
@@ -102,6 +105,8 @@ def _decode_delta(key: LogKey, value: bytes) -> PrefixDelta:
         _age_s(pb.age_s),
         unpack_hashes(pb.resumable_added),
         unpack_hashes(pb.resumable_removed),
+        unpack_hashes(pb.files_added),
+        unpack_hashes(pb.files_removed),
     )
 
 

@@ -74,6 +74,11 @@ class MirrorCollector(Collector):
             "Index blocks at whose end ranks can continue computing, over all ranks that report them.",
             len(mirror.index.checkpoints),
         )
+        yield _gauge(
+            "isthmus_index_below_blocks",
+            "Index blocks that the tiers of all ranks hold.",
+            mirror.below.index.total_blocks,
+        )
         yield _gauge("isthmus_index_pins", "Conversations with a pin.", len(mirror.pins))
         yield self._ranks()
         yield _counter("isthmus_index_listings", "Times the index was listed anew.", mirror.listings)
@@ -132,14 +137,21 @@ class MembershipCollector(Collector):
             "Index blocks at whose end the rank can continue computing; 0 if it can anywhere.",
             publisher.num_resumable,
         )
+        below = membership.below
+        yield _gauge(
+            "isthmus_publisher_below_blocks",
+            "Index blocks that the rank's tiers hold.",
+            0 if below is None else below.num_blocks,
+        )
         yield self._writes()
-        yield _counter("isthmus_publisher_failures", "Writes that etcd did not accept.", publisher.failures)
+        failures = sum(each.failures for each in membership.publishers)
+        yield _counter("isthmus_publisher_failures", "Writes that etcd did not accept.", failures)
 
     def _writes(self) -> Metric:
-        publisher = self._membership.publisher
+        publishers = self._membership.publishers
         writes = CounterMetricFamily("isthmus_publisher_writes", "Writes to etcd by kind.", labels=["kind"])
-        writes.add_metric(["delta"], publisher.deltas_written)
-        writes.add_metric(["snapshot"], publisher.snapshots_written)
+        writes.add_metric(["delta"], sum(each.deltas_written for each in publishers))
+        writes.add_metric(["snapshot"], sum(each.snapshots_written for each in publishers))
         return writes
 
 

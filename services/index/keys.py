@@ -5,6 +5,7 @@
     /isthmus/<cluster>/prefix/<worker>/<rank>/head
     /isthmus/<cluster>/prefix/<worker>/<rank>/snapshot/<epoch>/<chunk>
     /isthmus/<cluster>/prefix/<worker>/<rank>/log/<seq>
+    /isthmus/<cluster>/below/<worker>/<rank>/...    likewise, of what lies below the rank's pool
     /isthmus/<cluster>/pins/<name>              name: 32 hex digits of the conversation's hash
     /isthmus/<cluster>/probe/<router>
 
@@ -38,6 +39,7 @@ class RegistrationKey:
 @dataclass(frozen=True, slots=True)
 class HeadKey:
     rank: RankKey
+    below: bool = False  # The record is of the rank's tiers, and not of its pool.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,14 @@ class SnapshotKey:
     rank: RankKey
     epoch: int
     chunk: int
+    below: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LogKey:
     rank: RankKey
     seq: int
+    below: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +84,13 @@ def pin_name(conversation: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """These are the keys of one cluster. Raises ConfigError if a name cannot be part of a key."""
+    """These are the keys of one cluster. Raises ConfigError if a name cannot be part of a key.
+
+    With `of_tiers` the keys of a rank's records are those of what lies below its pool.
+    """
 
     cluster: str
+    of_tiers: bool = False
     # Every key of the cluster begins with this, and no key of another cluster does.
     prefix: bytes = field(init=False, repr=False)
 
@@ -101,8 +109,12 @@ class ClusterKeys:
     def registration(self, rank: RankKey) -> bytes:
         return self.registrations + _rank_path(rank)
 
+    @property
+    def below(self) -> "ClusterKeys":
+        return ClusterKeys(self.cluster, of_tiers=True)
+
     def rank_prefix(self, rank: RankKey) -> bytes:
-        return self.prefix + b"prefix/" + _rank_path(rank) + b"/"
+        return self.prefix + (b"below/" if self.of_tiers else b"prefix/") + _rank_path(rank) + b"/"
 
     def head(self, rank: RankKey) -> bytes:
         return self.rank_prefix(rank) + b"head"
@@ -154,12 +166,8 @@ def _number(value: int) -> bytes:
 
 def _parse(parts: list[str]) -> ParsedKey | None:
     match parts:  # The most frequent kinds come first.
-        case ["prefix", worker, rank, "log", seq]:
-            return LogKey(_parse_rank(worker, rank), _parse_number(seq))
-        case ["prefix", worker, rank, "snapshot", epoch, chunk]:
-            return SnapshotKey(_parse_rank(worker, rank), _parse_number(epoch), _parse_number(chunk))
-        case ["prefix", worker, rank, "head"]:
-            return HeadKey(_parse_rank(worker, rank))
+        case ["prefix" | "below" as place, worker, rank, *record]:
+            return _parse_record(_parse_rank(worker, rank), record, below=place == "below")
         case ["ranks", worker, rank]:
             return RegistrationKey(_parse_rank(worker, rank))
         case ["schema"]:
@@ -168,6 +176,17 @@ def _parse(parts: list[str]) -> ParsedKey | None:
             return PinKey(check_name("pin", name))
         case ["probe", router]:
             return ProbeKey(check_name("router", router))
+    return None
+
+
+def _parse_record(rank: RankKey, parts: list[str], *, below: bool) -> ParsedKey | None:
+    match parts:
+        case ["log", seq]:
+            return LogKey(rank, _parse_number(seq), below)
+        case ["snapshot", epoch, chunk]:
+            return SnapshotKey(rank, _parse_number(epoch), _parse_number(chunk), below)
+        case ["head"]:
+            return HeadKey(rank, below)
     return None
 
 

@@ -48,11 +48,12 @@ class PrefixSnapshot:
     chunk: int
     hashes: Hashes
     resumable: Hashes = field(default_factory=hashes_of)
+    files: Hashes = field(default_factory=hashes_of)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixDelta:
-    """`added` and `removed` have no hash in common, and neither have the resumable ones.
+    """`added` and `removed` have no hash in common, and neither have the resumable ones, nor those in files.
 
     `age_s` is how long the oldest event in it waited.
     """
@@ -65,6 +66,8 @@ class PrefixDelta:
     age_s: float = 0.0
     resumable_added: Hashes = field(default_factory=hashes_of)
     resumable_removed: Hashes = field(default_factory=hashes_of)
+    files_added: Hashes = field(default_factory=hashes_of)
+    files_removed: Hashes = field(default_factory=hashes_of)
 
 
 def pack_hashes(hashes: Hashes) -> bytes:

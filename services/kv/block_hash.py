@@ -94,6 +94,9 @@ class BlockLedger:
     def __init__(self) -> None:
         self._changes: dict[BlockHash, bool] = {}  # True means stored, False removed.
 
+    def __bool__(self) -> bool:
+        return bool(self._changes)
+
     def note(self, block: BlockHash, *, stored: bool) -> None:
         if self._changes.get(block, stored) != stored:
             del self._changes[block]  # The opposite change was not read yet: both cancel out.

@@ -460,9 +460,11 @@ async def _join(
         _registration(config, role, address),
         ttl_s=config.lease_ttl_s,
         publisher_settings=PublisherSettings(config.index_flush_ms / 1000, config.index_writes_per_s),
+        with_tiers=role.engine.has_tiers,
     )
     registry.register(MembershipCollector(membership))
-    task = asyncio.create_task(membership.run(role.engine.cache_events()), name="membership")
+    events = role.engine.cache_events(), role.engine.below_events()
+    task = asyncio.create_task(membership.run(*events), name="membership")
     # The schema differs, or a later incarnation has our place. Waiting would help with neither.
     task.add_done_callback(lambda ended: None if ended.cancelled() else failed.set())
     waits = {asyncio.create_task(event.wait()) for event in (membership.registered, stopping, failed)}

@@ -131,9 +131,8 @@ class Cluster:
         self._tie = tie
         self._coalescing = Coalescing(coalesce_s) if coalesce_s else None
         self._connections = Connections(self._open_client, self._open_watch)
-        self._placer = Placer(
-            settings.placer, mirror.index, balance, mirror.progress, self._connections.is_connected
-        )
+        is_connected, below = self._connections.is_connected, mirror.below.index
+        self._placer = Placer(settings.placer, mirror.index, balance, mirror.progress, is_connected, below)
         self._lives: dict[RankKey, RankId] = {}
         self._ranks: dict[Role, list[RankView]] = {Role.DECODE: [], Role.PREFILL: []}
         self._placeable: list[list[Registration]] = []

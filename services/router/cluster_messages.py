@@ -95,6 +95,7 @@ def _priced(priced: Priced, chosen: bool, pinned: RankKey | None) -> generation_
         chosen=chosen,
         source=None if source is None else convert.rank_id_to_proto(source.id),
         source_tokens=0 if source is None else source.tokens,
+        brought_tokens=0 if priced.brought is None else priced.brought.tokens,
     )
 
 

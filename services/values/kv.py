@@ -186,6 +186,9 @@ class CacheEvents:
     The same holds for the resumable ones, at whose end a rank can continue computing. They are held, too; an
     evicted one is reported in both. A rank whose layout has no per-request state reports none, as it can
     continue wherever it holds blocks.
+
+    What lies below a rank's pool, in its tiers, has events of its own. Of these blocks, too, some are held
+    somewhere else than the others: in files.
     """
 
     stored: tuple[BlockHash, ...] = ()
@@ -193,6 +196,11 @@ class CacheEvents:
     cleared: bool = False  # All earlier blocks of both kinds are gone; only the stored ones are held.
     resumable_stored: tuple[BlockHash, ...] = ()
     resumable_removed: tuple[BlockHash, ...] = ()
+    files_stored: tuple[BlockHash, ...] = ()
+    files_removed: tuple[BlockHash, ...] = ()
+
+
+NO_EVENTS = CacheEvents()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,9 @@ class RankLoad:
     kv_paths: tuple[KvPath, ...] = ()  # A prefill rank has written by these paths.
     tokens_per_step: float = 0.0  # A decoding sequence recently got this many; 0 means unknown.
     granted_pages: int = 0  # These are reserved for pulls of other ranks.
+    memory_tier_bytes_per_s: float = 0.0  # Its tiers were read so fast of late; 0 means unknown, or none.
+    file_tier_bytes_per_s: float = 0.0
+    tiers_off: bool = False  # A tier failed, or was slower than computing, and is left alone for a while.
     # The following fields are not reported to routers.
     reserved_pages: int = 0  # These are reserved for the growth of running sequences.
     retractions: int = 0  # This is counted since the rank's start, as `overtakes` is.

@@ -303,6 +303,7 @@ class PrefillResult:
     compute_s: float = 0.0
     prompt_logprobs: PromptLogprobs | None = None
     pulled: Pulled | None = None
+    brought_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +328,12 @@ class Admitted:
     # This part of decode_queue_s passed until its constraint was compiled, or found compiled.
     constraint_s: float = 0.0
     pulled: Pulled | None = None  # This is the pull of the rank that computed; pulled tokens count as reused.
+    brought_tokens: int = 0  # It brought these up from its tiers; they count as reused, too.
 
     @property
     def reused_tokens(self) -> int:
-        """Return the prompt tokens that the rank which computed the prompt had cached or pulled. Under plan
-        remote, decode's cached tokens save bytes, not compute.
+        """Return the prompt tokens that the rank which computed the prompt had cached, brought up or pulled.
+        Under plan remote, decode's cached tokens save bytes, not compute.
         """
         return self.prefill_prefix_len if self.plan is Plan.REMOTE else self.decode_prefix_len
 
@@ -342,8 +344,8 @@ class Admitted:
 
     @property
     def own_reused_tokens(self) -> int:
-        """Return those of `reused_tokens` that the rank had cached itself."""
-        return self.reused_tokens - self.pulled_tokens
+        """Return those of `reused_tokens` that the rank had in its own pool."""
+        return self.reused_tokens - self.pulled_tokens - self.brought_tokens
 
     @property
     def delta_tokens(self) -> int:

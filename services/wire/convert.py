@@ -301,6 +301,9 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
     pb.stalled = load.stalled
     pb.tokens_per_step = load.tokens_per_step
     pb.granted_pages = load.granted_pages
+    pb.memory_tier_bytes_per_s = load.memory_tier_bytes_per_s
+    pb.file_tier_bytes_per_s = load.file_tier_bytes_per_s
+    pb.tiers_off = load.tiers_off
     books = load.books
     pb.free_pages = books.free
     pb.cached_pages = books.cached
@@ -338,6 +341,9 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         kv_paths=tuple(map(_kv_path_from_proto, pb.kv_paths)),
         tokens_per_step=finite("load.tokens_per_step", pb.tokens_per_step),
         granted_pages=pb.granted_pages,
+        memory_tier_bytes_per_s=finite("load.memory_tier_bytes_per_s", pb.memory_tier_bytes_per_s),
+        file_tier_bytes_per_s=finite("load.file_tier_bytes_per_s", pb.file_tier_bytes_per_s),
+        tiers_off=pb.tiers_off,
     )
 
 

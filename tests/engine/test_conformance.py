@@ -301,13 +301,24 @@ async def test_a_tier_changes_no_token(engine, plan):
             answer = await pair.generate(prompt, 8, plan)
             engine.check(prompt, answer.tokens)
             if core_of(rank).tiers.figures().tokens_up:
+                assert 0 < answer.admitted.brought_tokens <= answer.admitted.reused_tokens
+                assert rank.load().memory_tier_bytes_per_s > 0 and not rank.load().tiers_off
                 break
+            assert answer.admitted.brought_tokens == 0
             await asyncio.sleep(0.01)  # What is stored takes a moment, and is evicted by the next prompt.
         again = await asyncio.gather(*(pair.generate(prompt, 8, plan) for prompt in [*prompts, *prompts]))
         for prompt, answer in zip([*prompts, *prompts], again, strict=True):
             engine.check(prompt, answer.tokens)
         assert core_of(rank).tiers.figures().tokens_up > 0
         await pair.assert_nothing_held()
+        told = set()
+        async with aclosing(rank.below_events()) as events, asyncio.timeout(30):
+            follow = asyncio.create_task(_follow(events, told))
+            while len(told) != core_of(rank).tiers.figures().held:
+                await asyncio.sleep(0.01)
+            follow.cancel()
+            await asyncio.gather(follow, return_exceptions=True)
+        assert rank.has_tiers and told
 
 
 async def test_a_mixed_batch_is_exact(engine):

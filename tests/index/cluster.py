@@ -53,12 +53,18 @@ class FakeRank:
         its: Registration,
         ttl_s: int = 5,
         settings: PublisherSettings = EAGER,
+        with_tiers: bool = False,
     ) -> None:
         self.id = its.id
         self.held: set[int] = set()
         self.resumable: set[int] = set()
+        self.below: set[int] = set()
+        self.files: set[int] = set()
         self._read = partial(etcd.get, keys.registration(its.id.key))
-        self.membership = Membership(etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings)
+        self.membership = Membership(
+            etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings, with_tiers=with_tiers
+        )
+        self._below_events: asyncio.Queue[CacheEvents] = asyncio.Queue()
         self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()
 
     async def lease_id(self) -> int:
@@ -86,6 +92,15 @@ class FakeRank:
         stored, gone = tuple(map(BlockHash, added)), tuple(map(BlockHash, removed))
         self._events.put_nowait(CacheEvents(resumable_stored=stored, resumable_removed=gone))
 
+    def demote(self, blocks: set[int], files: set[int]) -> None:
+        """Let its tiers hold these, and files these of them."""
+        old, self.below, self.files = (self.below, self.files), blocks, files
+        told = (blocks - old[0], old[0] - blocks, files - old[1], old[1] - files)
+        stored, removed, *moved = (tuple(map(BlockHash, each)) for each in told)
+        self._below_events.put_nowait(
+            CacheEvents(stored, removed, files_stored=moved[0], files_removed=moved[1])
+        )
+
     def clear(self) -> None:
         self.held.clear()
         self.resumable.clear()
@@ -95,8 +110,21 @@ class FakeRank:
         while True:
             yield await self._events.get()
 
+    async def below_events(self) -> AsyncIterator[CacheEvents]:
+        while True:
+            yield await self._below_events.get()
+
     async def run(self) -> None:
-        await self.membership.run(self.events())
+        await self.membership.run(self.events(), self.below_events())
+
+    def is_mirrored_below(self, mirror: Mirror) -> bool:
+        key, index = self.id.key, mirror.below.index
+        in_files = {block for block in self.below if index.held_below([block]).in_files(key, 0, 1)}
+        return (
+            index.num_blocks(key) == len(self.below)
+            and all(index.match(key, [block]) for block in self.below)
+            and in_files == self.files
+        )
 
     def is_mirrored_by(self, mirror: Mirror) -> bool:
         key, points = self.id.key, mirror.index.checkpoints

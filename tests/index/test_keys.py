@@ -34,6 +34,8 @@ def test_keys_are_those_of_the_design(subtests: pytest.Subtests) -> None:
         assert KEYS.head(rank) == b"/isthmus/prod/prefix/d0/3/head"
         assert KEYS.snapshot(rank, 7, 1) == b"/isthmus/prod/prefix/d0/3/snapshot/%020d/%020d" % (7, 1)
         assert KEYS.log(rank, 9) == b"/isthmus/prod/prefix/d0/3/log/%020d" % 9
+        assert KEYS.below.log(rank, 9) == b"/isthmus/prod/below/d0/3/log/%020d" % 9
+        assert KEYS.below.schema == KEYS.schema
         assert KEYS.probe("r1") == b"/isthmus/prod/probe/r1"
     with subtests.test("one cluster is no prefix of another"):
         assert not ClusterKeys("prod2").schema.startswith(KEYS.prefix)
@@ -54,6 +56,10 @@ def test_every_key_is_parsed_back(rank: RankKey, epoch: int, number: int, name: 
     assert KEYS.parse(KEYS.head(rank)) == HeadKey(rank)
     assert KEYS.parse(KEYS.snapshot(rank, epoch, number)) == SnapshotKey(rank, epoch, number)
     assert KEYS.parse(KEYS.log(rank, number)) == LogKey(rank, number)
+    below = KEYS.below
+    assert KEYS.parse(below.head(rank)) == HeadKey(rank, below=True)
+    assert KEYS.parse(below.snapshot(rank, epoch, number)) == SnapshotKey(rank, epoch, number, below=True)
+    assert KEYS.parse(below.log(rank, number)) == LogKey(rank, number, below=True)
     assert KEYS.parse(KEYS.pin(name)) == PinKey(name)
     assert KEYS.parse(KEYS.probe(name)) == ProbeKey(name)
 

@@ -208,6 +208,16 @@ def closure_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(books.TierBooks, "drop", drop)
 
 
+def tier_keeps_its_losses(patch: pytest.MonkeyPatch) -> None:
+    """Routers are not told what a tier lets go: they send requests there for it."""
+    from dataclasses import replace
+
+    from services.kv.tiers.books import TierBooks
+
+    take = TierBooks.take_events
+    patch.setattr(TierBooks, "take_events", lambda books: replace(take(books), removed=()))
+
+
 def take_over_evicts_younger(patch: pytest.MonkeyPatch) -> None:
     """A prefix taken over from a rank that leaves displaces what was used since, as one used now does."""
     from services.kv.prefix_cache import PrefixCache
@@ -236,6 +246,7 @@ MUTATIONS = {
         tier_wrong_parent,
         demote_after_eviction,
         closure_off,
+        tier_keeps_its_losses,
         take_over_evicts_younger,
     )
 }

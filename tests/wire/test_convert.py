@@ -103,6 +103,9 @@ loads = st.builds(
     kv_paths=st.lists(kv_paths, max_size=3).map(tuple),
     tokens_per_step=seconds,
     granted_pages=uint32,
+    memory_tier_bytes_per_s=seconds,
+    file_tier_bytes_per_s=seconds,
+    tiers_off=st.booleans(),
 )
 pull_requests = st.builds(
     PullRequest,

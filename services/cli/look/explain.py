@@ -12,9 +12,10 @@ from services.values.errors import ConfigError
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
-# The first line has the costs to the request, in the order of its stages; the second has the costs to others.
+# The first lines have the costs to the request, in the order of its stages; the last has the costs to others.
 _ORDER = (
-    *("wait_prefill", "wait_decode", "wait_room", "pull", "compute", "last_chunk", "carried", "overhead"),
+    *("wait_prefill", "wait_decode", "wait_room", "pull", "bring", "compute"),
+    *("last_chunk", "carried", "overhead"),
     *("occupy", "evict_prefill", "evict_decode", "itl", "lend", "outgrow"),
 )
 _LEAD = ("", "decode", "prefill", "plan", "total ms")  # These stay columns if the terms do not fit.
@@ -134,6 +135,8 @@ def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
         yield "pinned"
     if candidate.HasField("source"):
         yield f"pulls {candidate.source_tokens} from {_name(candidate.source)}"
+    if candidate.brought_tokens:
+        yield f"brings up {candidate.brought_tokens} from its tiers"
     if candidate.decode_tokens_per_step > 1:
         yield f"{candidate.decode_tokens_per_step:.1f} tokens a step"
 

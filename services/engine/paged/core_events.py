@@ -47,6 +47,7 @@ class Token:
     reused_tokens: int = 0  # Others had computed these, at the admission or since.
     # It is set where the log-probabilities were requested and computed here.
     prompt_logprobs: PromptLogprobs | None = None
+    brought_tokens: int = 0  # Of the reused ones, these came from a tier.
 
 
 @dataclass(frozen=True, slots=True)

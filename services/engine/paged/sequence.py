@@ -91,6 +91,7 @@ class Sequence:
     proposal: Proposal | None = None  # The step that runs verifies it.
     prefix_limit: int | None = None  # So many tokens of its prompt may be matched; None allows all.
     reused_tokens: int = 0  # Others had computed these.
+    brought_tokens: int = 0  # Of these, so many came from a tier.
     retractions: int = 0
     # The gate keeps these while it waits.
     overtaken: int = 0
@@ -162,7 +163,8 @@ def newest_token(
     `drafts` counts the drafts that its step (verified, accepted).
     """
     told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
-    return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, seq.reused_tokens, told)
+    reused, brought = seq.reused_tokens, seq.brought_tokens
+    return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, reused, told, brought)
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:

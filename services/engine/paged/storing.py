@@ -1,4 +1,4 @@
-"""A core stores in its tiers what its pool may evict next; a tier hands on what it cannot keep to the next one.
+"""A core stores in its tiers what its pool may evict next. A full tier hands its oldest on to the next one.
 
 Rule 1: nobody waits for a copy down. A page that is evicted before it is copied is not copied any more; the
         blocks before it stay stored.

@@ -26,7 +26,7 @@ from services.kv.tiers.tier_keys import keys_of, scope
 from services.kv.tiers.wait_or_cut import Left
 from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Store
 from services.tier.thread import TierThread
-from services.values.kv import KvLayout, PageId
+from services.values.kv import KvLayout
 from services.values.rank_reports import RankLoad
 
 _STOP_S = 2.0
@@ -106,6 +106,8 @@ class Tiering:
     def idle_s(self) -> float | None:
         """Return the seconds until `turn` is due without any finished copy, or None where it is not due."""
         due_s = [fill.deadline_s for fill in self._fills.values()]
+        if self.books.has_events:  # A former life has left something, and nobody knows of it yet.
+            due_s.append(0.0)
         if not self.is_lost and (look_at_s := self.storing.due_s) is not None:
             due_s.append(look_at_s)
         return max(0.0, min(due_s) - self._clock()) if due_s else None
@@ -196,6 +198,7 @@ class Tiering:
         self.counts.tokens_up += seq.computed - before
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
+            seq.brought_tokens += seq.computed - before
         self._hooks.publish(seq)
         self._hooks.offer(seq)
         if fill.behind is not None:
@@ -274,8 +277,24 @@ class Tiering:
     def figures(self) -> TierCounts:
         self.counts.slots = sum(self._num_slots)
         self.counts.held = len(self.books)
-        self.counts.is_off = self.is_lost or self._health.any_off
+        self.counts.is_off = self._is_off
         return self.counts
+
+    @property
+    def _is_off(self) -> bool:
+        return self.is_lost or self._health.any_off
+
+    def rated(self, load: RankLoad) -> RankLoad:
+        """Return the load with how fast the tiers are read. Any thread may call it."""
+        rates = {False: 0.0, True: 0.0}
+        for in_files, trust in zip(self.books.in_files, self._health.trust, strict=True):
+            known = [rate for rate in (rates[in_files], trust.bytes_per_s) if rate]
+            rates[in_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
+        told = (rates[False], rates[True], self._is_off)
+        if told == (load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.tiers_off):
+            return load
+        memory, files, is_off = told
+        return replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
 
     def check(self, active: Iterable[EngineSequence]) -> None:
         self.books.check()

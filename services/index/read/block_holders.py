@@ -211,9 +211,24 @@ class BlockHolders:
         """Return ascending (depth, mask): the ranks in the mask hold this many leading blocks; some of them
         hold no more.
         """
+        return self._runs_of(self._changes_along(hashes), len(hashes))
+
+    def layers(self, hashes: Sequence[int]) -> tuple[list[Run], list[Run]]:
+        """Return `runs`, and ascending (depth, mask): from there on the blocks are in all of these columns,
+        shown or not. Where a column that is not shown changes twice between equal sets, that is not seen.
+        """
+        changes = list(self._changes_along(hashes))
+        layers, last, masks = list[Run](), -1, self._sets.masks
+        for depth, number in changes:
+            if number != last:
+                last = number
+                layers.append((depth, masks[number]))
+        return self._runs_of(changes, len(hashes)), layers
+
+    def _runs_of(self, changes: Iterable[tuple[int, int]], length: int) -> list[Run]:
         runs: list[Run] = []
         holding, last, masks = self._shown, -1, self._sets.masks
-        for depth, number in self._changes_along(hashes):
+        for depth, number in changes:
             if number != last:
                 last, before = number, holding
                 holding &= masks[number]
@@ -221,7 +236,7 @@ class BlockHolders:
                     runs.append((depth, before))
                 if not holding:
                     return runs
-        runs.append((len(hashes), holding))
+        runs.append((length, holding))
         return runs
 
     def _changes_along(self, hashes: Sequence[int]) -> Iterable[tuple[int, int]]:

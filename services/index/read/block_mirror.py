@@ -145,14 +145,16 @@ class BlockMirror:
             self._note_age(life.key, reading, step.snapshot_age_s)
         for delta in step.deltas:
             self.index.apply_delta(
-                life, delta.added, delta.removed, delta.resumable_added, delta.resumable_removed
+                *(life, delta.added, delta.removed, delta.resumable_added, delta.resumable_removed),
+                *(delta.files_added, delta.files_removed),
             )
             self.added_blocks += len(delta.added)
             self.removed_blocks += len(delta.removed)
             self._take_in_soon()
             self._note_age(life.key, reading, delta.age_s)
             resumable = len(delta.resumable_added) + len(delta.resumable_removed)
-            await self.give_way(len(delta.added) + len(delta.removed) + resumable * _RESUMABLE_COST)
+            others = (delta.added, delta.removed, delta.files_added, delta.files_removed)
+            await self.give_way(sum(map(len, others)) + resumable * _RESUMABLE_COST)
 
     def _take_in_soon(self) -> None:
         """Apply waiting changes soon even without a request, so that the reported numbers of blocks are
@@ -168,8 +170,11 @@ class BlockMirror:
     async def _take_snapshot(self, life: RankId, reading: _Reading, chunks: Sequence[PrefixSnapshot]) -> None:
         draft, is_shown = self.index.draft(), False
         try:
-            for part in _parts(chunks):
+            for part in _parts(chunk.hashes for chunk in chunks):
                 self.index.add_to_draft(draft, part)
+                await self.give_way(len(part))
+            for part in _parts(chunk.files for chunk in chunks):
+                self.index.mark_in_files(draft, part)
                 await self.give_way(len(part))
             resumable = await self._gather([chunk.resumable for chunk in chunks])
             points = self.index.checkpoints
@@ -241,7 +246,7 @@ class BlockMirror:
         return reading
 
 
-def _parts(snapshot: Iterable[PrefixSnapshot]) -> Iterator[Hashes]:
-    for chunk in snapshot:
-        for start in range(0, len(chunk.hashes), _SLICE_HASHES):
-            yield chunk.hashes[start : start + _SLICE_HASHES]
+def _parts(chunks: Iterable[Hashes]) -> Iterator[Hashes]:
+    for hashes in chunks:
+        for start in range(0, len(hashes), _SLICE_HASHES):
+            yield hashes[start : start + _SLICE_HASHES]

@@ -181,6 +181,8 @@ class Mirror:
     ) -> None:
         self.blocks = BlockMirror(etcd, keys, self._reported)
         self.index = self.blocks.index
+        # Its records come once a second, and do not count in what `staleness_s` says.
+        self.below = BlockMirror(etcd, keys.below, lambda rank, age_s: None)
         self.ranks: dict[RankKey, RankView] = {}
         self.pins = PinMirror(max_pins)
         self.ranks_known = asyncio.Event()
@@ -302,11 +304,12 @@ class Mirror:
                     group.create_task(self._probe.run())
         finally:
             self.blocks.close()
+            self.below.close()
 
     async def _follow(self) -> None:
         async with aclosing(self._watch.batches()) as batches:
             async for batch in batches:
-                async with self.blocks.lock:
+                async with self.blocks.lock, self.below.lock:
                     await self._apply(batch)
                 if not batch.first:
                     self.ranks_known.set()
@@ -316,6 +319,7 @@ class Mirror:
     async def _apply(self, batch: WatchBatch) -> None:
         if batch.rewound:
             self.blocks.restart()
+            self.below.restart()
         if batch.first:  # This is the first page of a listing.
             self.pins.begin_listing()
         for change in batch.changes:
@@ -327,6 +331,7 @@ class Mirror:
             await self.blocks.give_way(_CHANGE_COST)
         if batch.complete:
             self.blocks.look_for_gaps()
+            self.below.look_for_gaps()
             if batch.listed:
                 self.pins.end_listing()
 
@@ -334,7 +339,7 @@ class Mirror:
         match self._keys.parse(change.key):
             case (HeadKey() | SnapshotKey() | LogKey()) as key:
                 # A deletion needs no handling: a snapshot has replaced the record, or its lease has lapsed.
-                await self.blocks.apply(key, change)
+                await (self.below if key.below else self.blocks).apply(key, change)
                 if isinstance(key, HeadKey) and change.value is None and key.rank not in self.ranks:
                     self._forget(key.rank)
             case PinKey(name):
@@ -364,6 +369,7 @@ class Mirror:
         if registration.id.key != rank:
             raise ProtocolError(f"the registration of {registration.id} lies at {rank}")
         self.blocks.expect(rank, registration.id.generation)
+        self.below.expect(rank, registration.id.generation)
         self._set_view(rank, RankView(registration, RankState.LIVE, self._etcd.clock()))
 
     def _deregistered(self, rank: RankKey) -> None:
@@ -387,6 +393,7 @@ class Mirror:
 
     def _forget(self, rank: RankKey) -> None:
         self.blocks.forget(rank)
+        self.below.forget(rank)
         self._reported_at.pop(rank, None)
         if self.ranks.pop(rank, None) is not None:
             self._notify(rank)

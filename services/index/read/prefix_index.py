@@ -17,6 +17,7 @@ other way round: which of a prompt's blocks are resumable on any rank, and on wh
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -158,12 +159,51 @@ class Held:
         return next((mask for deep, mask in self._runs if deep > depth), 0)
 
 
+class HeldBelow(Held):
+    """This says the same of what lies below the pools, and which of it lies in files."""
+
+    __slots__ = ("_file_columns", "_layers")
+
+    def __init__(
+        self,
+        runs: list[Run],
+        columns: dict[RankKey, int],
+        keys: dict[int, RankKey],
+        layers: list[Run],
+        file_columns: dict[RankKey, int],
+    ) -> None:
+        super().__init__(runs, columns, keys)
+        self._layers, self._file_columns = layers, file_columns
+
+    def in_files(self, key: RankKey, first: int, end: int) -> int:
+        """Return how many of the blocks from `first` to `end`, all of which the rank holds, lie in files."""
+        column = self._file_columns.get(key)
+        if column is None:
+            return 0
+        bit, num_blocks = 1 << column, 0
+        for start, mask in reversed(self._layers):
+            if start < end and mask & bit:
+                num_blocks += end - max(start, first)
+            end = min(end, start)
+            if start <= first:
+                break
+        return num_blocks
+
+
+@dataclass(slots=True)
+class Draft:
+    held: int  # These are columns.
+    files: int | None = None
+
+
 class PrefixIndex:
     """Each rank has the sequence hashes of its present incarnation, in 20 to 38 bytes a block, however many
     ranks hold it.
 
     `checkpoints` are those of ranks that report them; other ranks can continue wherever they hold
     blocks.
+
+    There is one of the ranks' pools and one of what lies below them. Of the latter some blocks lie in files.
     """
 
     def __init__(self) -> None:
@@ -173,6 +213,7 @@ class PrefixIndex:
             RankKey, Generation
         ] = {}  # This is the generation of the incarnation that holds the blocks.
         self._columns: dict[RankKey, int] = {}
+        self._file_columns: dict[RankKey, int] = {}
         self._keys: dict[int, RankKey] = {}  # The keys are columns.
         self._waiting: list[tuple[int, bool, PackedHashes]] = []
         self._num_waiting = 0
@@ -181,6 +222,15 @@ class PrefixIndex:
 
     def __repr__(self) -> str:
         return f"PrefixIndex({ {str(key): self.num_blocks(key) for key in self._columns} })"
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no rank has records here."""
+        return not self._columns
+
+    @property
+    def size_bytes(self) -> int:
+        return self._holders.size_bytes
 
     @property
     def total_blocks(self) -> int:
@@ -198,14 +248,23 @@ class PrefixIndex:
 
     # -- snapshots: drafted in parts, seen at once -----------------------------------------------------
 
-    def draft(self) -> int:
-        return self._holders.take_column()
+    def draft(self) -> Draft:
+        return Draft(self._holders.take_column())
 
-    def add_to_draft(self, draft: int, hashes: Iterable[int]) -> None:
+    def add_to_draft(self, draft: Draft, hashes: Iterable[int]) -> None:
+        self._add(draft.held, hashes)
+
+    def mark_in_files(self, draft: Draft, hashes: Iterable[int]) -> None:
+        """Note that these blocks of the draft lie in files."""
+        if draft.files is None:
+            draft.files = self._holders.take_column()
+        self._add(draft.files, hashes)
+
+    def _add(self, column: int, hashes: Iterable[int]) -> None:
         blocks = packed(hashes)
-        self._holders.change(blocks, np.full(len(blocks), draft), np.ones(len(blocks), np.bool_))
+        self._holders.change(blocks, np.full(len(blocks), column), np.ones(len(blocks), np.bool_))
 
-    def show_draft(self, draft: int, rank: RankId) -> None:
+    def show_draft(self, draft: Draft, rank: RankId) -> None:
         """Let the rank hold exactly the draft's blocks, in place of those of this or another incarnation.
 
         Its checkpoints stay: changing them takes long, so the caller does it in slices.
@@ -213,19 +272,31 @@ class PrefixIndex:
         key = rank.key
         self._give_column(key)
         self._generations[key] = rank.generation
-        self._columns[key], self._keys[draft] = draft, key
-        self._holders.show(draft)
+        self._columns[key], self._keys[draft.held] = draft.held, key
+        self._holders.show(draft.held)
+        if draft.files is not None:
+            self._file_columns[key] = draft.files
 
-    def drop_draft(self, draft: int) -> None:
-        self._holders.give_column(draft)
+    def drop_draft(self, draft: Draft) -> None:
+        self._holders.give_column(draft.held)
+        if draft.files is not None:
+            self._holders.give_column(draft.files)
 
-    def take_snapshot(self, rank: RankId, hashes: Iterable[int]) -> None:
+    def take_snapshot(self, rank: RankId, hashes: Iterable[int], files: Collection[int] = ()) -> None:
         draft = self.draft()
         self.add_to_draft(draft, hashes)
+        if files:
+            self.mark_in_files(draft, files)
         self.show_draft(draft, rank)
 
-    def apply_snapshot(self, rank: RankId, hashes: Iterable[int], resumable: Iterable[int] = ()) -> None:
-        self.take_snapshot(rank, hashes)
+    def apply_snapshot(
+        self,
+        rank: RankId,
+        hashes: Iterable[int],
+        resumable: Iterable[int] = (),
+        files: Collection[int] = (),
+    ) -> None:
+        self.take_snapshot(rank, hashes, files)
         self.checkpoints.remove_rank(rank.key)
         self.checkpoints.add(rank.key, resumable)
 
@@ -238,21 +309,32 @@ class PrefixIndex:
         removed: Collection[int],
         resumable_added: Iterable[int] = (),
         resumable_removed: Iterable[int] = (),
+        files_added: Collection[int] = (),
+        files_removed: Collection[int] = (),
     ) -> bool:
         """Apply a delta; if this incarnation has no snapshot here, change nothing and return False."""
         key = rank.key
         if self._generations.get(key) != rank.generation:
             return False
-        self._wait(key, removed, is_added=False)
-        self._wait(key, added, is_added=True)
+        column = self._columns[key]
+        self._wait(column, removed, is_added=False)
+        self._wait(column, added, is_added=True)
+        if files_added or files_removed:
+            self._move(key, files_added, files_removed)
         self.checkpoints.remove(key, removed)
         self.checkpoints.remove(key, resumable_removed)
         self.checkpoints.add(key, resumable_added)
         return True
 
-    def _wait(self, key: RankKey, hashes: Collection[int], is_added: bool) -> None:
+    def _move(self, key: RankKey, files_added: Collection[int], files_removed: Collection[int]) -> None:
+        column = self._file_columns.get(key)
+        if column is None:
+            column = self._file_columns[key] = self._holders.take_column()
+        self._wait(column, files_removed, is_added=False)
+        self._wait(column, files_added, is_added=True)
+
+    def _wait(self, column: int, hashes: Collection[int], is_added: bool) -> None:
         if hashes:
-            column = self._columns[key]
             self._waiting.append((column, is_added, packed(hashes)))
             self._num_waiting += len(hashes)
             self._more[column] = self._more.get(column, 0) + (len(hashes) if is_added else -len(hashes))
@@ -280,6 +362,8 @@ class PrefixIndex:
         if (column := self._columns.pop(key, None)) is not None:
             self._holders.give_column(column)
             del self._keys[column]
+        if (column := self._file_columns.pop(key, None)) is not None:
+            self._holders.give_column(column)
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
         """Remove the rank's blocks of this sequence beyond `present_depth`, which the rank reported to hold.
@@ -288,11 +372,14 @@ class PrefixIndex:
         more, these are not added: their eviction may have been reported already. Returns the number of
         removed blocks.
         """
-        if key not in self._columns:
+        column = self._columns.get(key)
+        if column is None:
             return 0
         self.take_in()
         before, beyond = self.num_blocks(key), hashes[present_depth:]
-        self._wait(key, beyond, is_added=False)
+        self._wait(column, beyond, is_added=False)
+        if key in self._file_columns:
+            self._wait(self._file_columns[key], beyond, is_added=False)
         self.take_in()
         self.checkpoints.remove(key, beyond)
         return before - self.num_blocks(key)
@@ -303,6 +390,11 @@ class PrefixIndex:
         self.take_in()
         runs = self._holders.runs(hashes) if hashes else []
         return Held(runs, self._columns, self._keys)
+
+    def held_below(self, hashes: Sequence[int]) -> HeldBelow:
+        self.take_in()
+        runs, layers = self._holders.layers(hashes) if hashes else ([], [])
+        return HeldBelow(runs, self._columns, self._keys, layers, self._file_columns)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         return self.held(hashes).depth(key)

@@ -19,7 +19,7 @@ from services.etcd.etcd_errors import Backoff
 from services.etcd.lease import EtcdLease
 from services.index.joining import Schema, check_schema, register, registered
 from services.index.keys import ClusterKeys
-from services.index.write.publisher import Publisher, PublisherSettings
+from services.index.write.publisher import BELOW, Publisher, PublisherSettings
 from services.index.write.rank_ledger import RankLedger
 from services.kv.ticket import difference
 from services.process.events import first_of
@@ -48,10 +48,18 @@ class Membership:
         ttl_s: int = 10,
         publisher_settings: PublisherSettings | None = None,
         ledger: RankLedger | None = None,
+        with_tiers: bool = False,
     ) -> None:
+        """Set `with_tiers` for a rank that also publishes what lies below its pool."""
         self.registered = asyncio.Event()
         self.lease_losses = 0
         self.publisher = Publisher(etcd, keys, registration.id, publisher_settings, ledger)
+        self.below: Publisher | None = None
+        if with_tiers:
+            writes_per_s = (publisher_settings or PublisherSettings()).writes_per_s
+            settings = replace(BELOW, writes_per_s=writes_per_s)
+            self.below = Publisher(etcd, keys.below, registration.id, settings)
+        self.publishers = [each for each in (self.publisher, self.below) if each is not None]
         self._etcd = etcd
         self._keys = keys
         self._schema = schema
@@ -60,7 +68,9 @@ class Membership:
         self._lease: EtcdLease | None = None
         self._registering = asyncio.Lock()
 
-    async def run(self, events: AsyncIterator[CacheEvents]) -> None:
+    async def run(
+        self, events: AsyncIterator[CacheEvents], below_events: AsyncIterator[CacheEvents] | None = None
+    ) -> None:
         """Stay registered until cancelled; then deregister. An outage of etcd is waited out, however long.
 
         Raises an ExceptionGroup with:
@@ -71,7 +81,10 @@ class Membership:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.publisher.collect(events))
-                group.create_task(self.publisher.publish())
+                if self.below is not None and below_events is not None:
+                    group.create_task(self.below.collect(below_events))
+                for publisher in self.publishers:
+                    group.create_task(publisher.publish())
                 group.create_task(self._stay_registered())
                 group.create_task(self._share_the_budget())
         finally:
@@ -154,20 +167,23 @@ class Membership:
                 await self._count_ranks()
             has_registered, foreign_since_s = True, None
             backoff.reset()
-            self.publisher.attach(lease.id)
+            for publisher in self.publishers:
+                publisher.attach(lease.id)
             self.registered.set()
             await self._lost_or_disputed(lease)
             self.registered.clear()
-            self.publisher.detach()
+            for publisher in self.publishers:
+                publisher.detach()
             checked = False  # If etcd lost the lease, it may have lost everything.
 
     async def _lost_or_disputed(self, lease: EtcdLease) -> None:
-        ends = (lease.lost, self.publisher.disputed)
+        ends = (lease.lost, *(publisher.disputed for publisher in self.publishers))
         while not any(event.is_set() for event in ends):
             await first_of(*ends, lease.reopened)
             if lease.reopened.is_set():
                 lease.reopened.clear()
-                self.publisher.doubt()  # The etcd that answers now may have been restored from a backup.
+                for publisher in self.publishers:  # This etcd may have been restored from a backup.
+                    publisher.doubt()
         self.lease_losses += lease.lost.is_set()
 
     def _lease_lapses_within_s(self) -> float:
@@ -184,7 +200,7 @@ class Membership:
             return self._lease
 
     async def _share_the_budget(self) -> None:
-        """Update the publisher's number of ranks, which share the write budget.
+        """Update the publishers' number of ranks, which share the write budget.
 
         This happens often at first, because ranks tend to start together.
         """
@@ -196,7 +212,9 @@ class Membership:
 
     async def _count_ranks(self) -> None:
         try:
-            self.publisher.pace.num_ranks = max(1, await self._etcd.count(self._keys.registrations))
+            num_ranks = max(1, await self._etcd.count(self._keys.registrations))
+            for publisher in self.publishers:
+                publisher.pace.num_ranks = num_ranks
         except IsthmusError as error:
             logger.debug("rank_count_failed rank=%s error=%s", self._registration.id, error)
 

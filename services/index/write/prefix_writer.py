@@ -122,6 +122,8 @@ class PrefixWriter:
             age_s,
             hashes_of(changes.resumable_stored),
             hashes_of(changes.resumable_removed),
+            hashes_of(changes.files_stored),
+            hashes_of(changes.files_removed),
         )
         value = encode_delta(delta)
         put = put_op(self._keys.log(self._rank.key, delta.seq), value, lease_id)
@@ -148,15 +150,15 @@ class PrefixWriter:
         size = self._limits.max_chunk_hashes
         chunks: list[etcd_pb2.RequestOp] = []
         num_chunks = 0
-        for held, resumable in _parts(contents, size):
+        for part in _parts(contents, size):
             if chunks:
                 stand = await self._put(chunks[0], stand)
                 await pause()
-            chunks = [self._chunk_op(num_chunks, held, resumable, lease_id)]
+            chunks = [self._chunk_op(num_chunks, part, lease_id)]
             num_chunks += 1
         revision = await self._flip(chunks, num_chunks, age_s(), stand, lease_id)
         self._has_ruled = True
-        num_hashes = len(contents.stored) + len(contents.resumable_stored)
+        num_hashes = sum(map(len, (contents.stored, contents.resumable_stored, contents.files_stored)))
         self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
@@ -168,8 +170,8 @@ class PrefixWriter:
         found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))
         return (found.mod_revision if found else 0) == (stand.newest_revision or stand.head_revision)
 
-    def _chunk_op(self, number: int, held: Hashes, resumable: Hashes, lease_id: int) -> etcd_pb2.RequestOp:
-        snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, held, resumable)
+    def _chunk_op(self, number: int, part: list[Hashes], lease_id: int) -> etcd_pb2.RequestOp:
+        snapshot = PrefixSnapshot(self._rank.generation, self._epoch, number, *part)
         key = self._keys.snapshot(self._rank.key, self._epoch, number)
         return put_op(key, encode_snapshot(snapshot), lease_id)
 
@@ -231,8 +233,12 @@ class PrefixWriter:
         return result.revision
 
 
-def _parts(contents: CacheEvents, size: int) -> Iterator[tuple[Hashes, Hashes]]:
-    held, resumable = contents.stored, contents.resumable_stored
-    for start in range(0, len(held) + len(resumable), size):
-        first, end = max(0, start - len(held)), max(0, start + size - len(held))
-        yield hashes_of(held[start : start + size]), hashes_of(resumable[first:end])
+def _parts(contents: CacheEvents, size: int) -> Iterator[list[Hashes]]:
+    """Yield the next ones held, resumable and in files, one kind after the other, so many together."""
+    kinds = (contents.stored, contents.resumable_stored, contents.files_stored)
+    firsts = (0, len(kinds[0]), len(kinds[0]) + len(kinds[1]))
+    for start in range(0, sum(map(len, kinds)), size):
+        yield [
+            hashes_of(kind[max(0, start - first) : max(0, start + size - first)])
+            for kind, first in zip(kinds, firsts, strict=True)
+        ]

@@ -43,6 +43,11 @@ class PublisherSettings:
     log: LogLimits = field(default_factory=LogLimits)
 
 
+# What lies below a pool changes slowly, and there may be much of it. So its log is summed up by its length
+# alone, before it has more deltas than a reader keeps.
+BELOW = PublisherSettings(flush_s=1.0, log=LogLimits(max_deltas=8192))
+
+
 class Publisher:
     """One event loop owns it; it writes under the lease of `attach`, and sleeps without one."""
 

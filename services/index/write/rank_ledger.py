@@ -1,11 +1,12 @@
-"""A ledger knows what a rank holds, where it can continue computing, and which of this etcd has not received.
+"""A ledger knows what a rank holds, and which of this etcd has not received.
 
 store x, evict x, both unreported     nothing to report
 evict x, store x, x was reported      reported again: a mirror that was corrected in between gets it back
 cleared, or too much to report        only a whole snapshot will do
 
-Both kinds of block follow these rules. Resumable blocks are few, and all of them are held; a rank that can
-continue anywhere has none. The module is pure.
+Some of the blocks that it holds are marked: it can continue computing there, or they lie in files. Marks
+follow these rules, too. Resumable blocks are few; a rank that can continue anywhere has none, and a rank's
+pool has none in files. The module is pure.
 """
 
 from collections.abc import Iterable, Set
@@ -19,19 +20,19 @@ _MAX_UNREPORTED = 1 << 17
 class RankLedger:
     """It accepts events at any rate; its size is limited by what the pool can hold.
 
-    etcd never receives that a block is resumable before it receives that it is held, and a block that is no
-    longer held is not resumable.
+    etcd never receives that a block is marked before it receives that it is held, and a block that is no
+    longer held has no mark.
     """
 
     def __init__(self, max_unreported: int = _MAX_UNREPORTED) -> None:
         self.needs_snapshot = True
-        self._held, self._resumable = _Blocks(), _Blocks()
+        self._held, self._resumable, self._files = self._kinds = _Blocks(), _Blocks(), _Blocks()
         self._max_unreported = max_unreported
         self._oldest_s: float | None = None  # This is the time of the oldest unreported event.
         self._taken_s: float | None = None  # This is the time of the oldest event that is being written.
 
     def __repr__(self) -> str:
-        kinds = f"held={self._held}, resumable={self._resumable}"
+        kinds = f"held={self._held}, resumable={self._resumable}, files={self._files}"
         return f"RankLedger({kinds}, needs_snapshot={self.needs_snapshot})"
 
     @property
@@ -44,7 +45,12 @@ class RankLedger:
 
     @property
     def has_news(self) -> bool:
-        return bool(self.needs_snapshot or self._held.num_unreported or self._resumable.num_unreported)
+        return bool(self.needs_snapshot or self._num_unreported)
+
+    @property
+    def _num_unreported(self) -> int:
+        held, resumable, files = self._kinds
+        return held.num_unreported + resumable.num_unreported + files.num_unreported
 
     def age_s(self, now: float) -> float:
         return 0.0 if self._oldest_s is None else max(0.0, now - self._oldest_s)
@@ -56,22 +62,32 @@ class RankLedger:
     def record(self, events: CacheEvents, now: float) -> None:
         if self._oldest_s is None:
             self._oldest_s = now
-        held, resumable = self._held, self._resumable
         if events.cleared:
-            held.now.clear()
-            resumable.now.clear()
+            for kind in self._kinds:
+                kind.now.clear()
             self.forget_reported()
-        notes = not self.needs_snapshot
+        held, notes = self._held, not self.needs_snapshot
         held.store(events.stored, notes)
         held.remove(events.removed, notes)
-        if resumable.now or events.resumable_stored:
-            resumable.store(filter(held.now.__contains__, events.resumable_stored), notes)
-            resumable.remove(chain(events.resumable_removed, events.removed), notes)
-        num_unreported = held.num_unreported + resumable.num_unreported
+        self._mark(self._resumable, events.resumable_stored, events.resumable_removed, events.removed)
+        self._mark(self._files, events.files_stored, events.files_removed, events.removed)
+        num_unreported = self._num_unreported
         if num_unreported > self._max_unreported:
             self.forget_reported()
         if not (num_unreported or self.needs_snapshot):
             self._oldest_s = None
+
+    def _mark(
+        self,
+        marked: "_Blocks",
+        stored: Iterable[BlockHash],
+        removed: Iterable[BlockHash],
+        gone: Iterable[BlockHash],
+    ) -> None:
+        if marked.now or stored:
+            notes = not self.needs_snapshot
+            marked.store(filter(self._held.now.__contains__, stored), notes)
+            marked.remove(chain(removed, gone), notes)
 
     def take_delta(self, max_hashes: int) -> CacheEvents:
         """Return the next changes, oldest first, at most `max_hashes` together; the rest stays.
@@ -81,17 +97,19 @@ class RankLedger:
         self._taken_s = self._oldest_s
         added, removed = self._held.take(max_hashes)
         left = max_hashes - len(added) - len(removed)
-        changes = CacheEvents(added, removed, False, *self._resumable.take(left))
+        resumable = self._resumable.take(left)
+        left -= sum(map(len, resumable))
+        changes = CacheEvents(added, removed, False, *resumable, *self._files.take(left))
         if not self.has_news:
             self._oldest_s = None
         return changes
 
     def take_snapshot(self) -> CacheEvents:
-        """Return all blocks of both kinds. Then call `reported` or `forget_reported`, as after a delta."""
+        """Return all blocks and their marks. Then call `reported` or `forget_reported`, as after a delta."""
         self.forget_reported()
         self._taken_s, self._oldest_s = self._oldest_s, None
         self.needs_snapshot = False
-        return CacheEvents(tuple(self.held), (), True, tuple(self.resumable))
+        return CacheEvents(tuple(self.held), (), True, tuple(self.resumable), (), tuple(self._files.now))
 
     def reported(self) -> None:
         """Note that what was taken last has reached etcd."""
@@ -101,8 +119,8 @@ class RankLedger:
         """Report everything again, because what etcd received does not count any more."""
         if self._taken_s is not None:
             self._oldest_s, self._taken_s = self._taken_s, None
-        self._held.forget_unreported()
-        self._resumable.forget_unreported()
+        for kind in self._kinds:
+            kind.forget_unreported()
         self.needs_snapshot = True
 
 

@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from services.kv.block_hash import BlockLedger
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
+from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
 
 
 class Place(NamedTuple):
@@ -72,8 +74,10 @@ class Stored:
 
 
 class TierBooks:
-    def __init__(self, num_slots: Sequence[int]) -> None:
+    def __init__(self, num_slots: Sequence[int], in_files: Sequence[bool] = ()) -> None:
         self._num_slots = tuple(num_slots)
+        self.in_files = tuple(in_files) or (False,) * len(self._num_slots)
+        self._told, self._told_of_files = BlockLedger(), BlockLedger()
         self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
         self._blocks: dict[bytes, Block] = {}
         # These are the blocks of each tier, the least recently used first. The nearest tier is 0.
@@ -94,6 +98,17 @@ class TierBooks:
 
     def free_slots(self, tier: int) -> int:
         return len(self._free[tier]) + len(self._orphans[tier])
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._told or self._told_of_files)
+
+    def take_events(self) -> CacheEvents:
+        """Return what is held, and what of that is in files, as changes since the last call."""
+        if not self.has_events:  # This holds after most steps.
+            return NO_EVENTS
+        held, in_files = self._told.take(), self._told_of_files.take()
+        return CacheEvents(*held, files_stored=in_files[0], files_removed=in_files[1])
 
     def load(self, stored: Sequence[Iterable[Stored]]) -> None:
         """Take over the records of an earlier process, given by tier, into empty books.
@@ -125,6 +140,7 @@ class TierBooks:
         block = Block(stored.key, parent, stored.block_hash, place, stored.sequence)
         block.state, block.digest = SlotState.HELD, stored.digest
         self._add(block)
+        self._tell(block, held=True)
         return block
 
     def _adopt(self, key: bytes) -> None:
@@ -193,6 +209,7 @@ class TierBooks:
         block.digest = digest
         if block.state is SlotState.WRITING:
             block.state = SlotState.HELD
+            self._tell(block, held=True)
             self._adopt(block.key)
         self._unbusy(block)
 
@@ -231,6 +248,8 @@ class TierBooks:
         assert target is not None
         if good and block.state is SlotState.HELD and block.busy == 1:
             del self._by_use[block.place.tier][block]
+            if self.in_files[target.tier] != self.in_files[block.place.tier]:
+                self._told_of_files.note(BlockHash(block.block_hash), stored=self.in_files[target.tier])
             target, block.place = block.place, target
             self._by_use[block.place.tier][block] = None
             if block.parent is not None and block.parent.place.tier == block.place.tier:
@@ -285,7 +304,15 @@ class TierBooks:
         if block.parent is not None:
             block.parent.children.add(block)
 
+    def _tell(self, block: Block, *, held: bool) -> None:
+        block_hash = BlockHash(block.block_hash)
+        self._told.note(block_hash, stored=held)
+        if self.in_files[block.place.tier]:
+            self._told_of_files.note(block_hash, stored=held)
+
     def _remove(self, block: Block) -> None:
+        if block.state is SlotState.HELD:
+            self._tell(block, held=False)
         del self._blocks[block.key]
         del self._by_use[block.place.tier][block]
         if block.parent is not None:

@@ -71,7 +71,7 @@ def _placement_json(placement: generation_pb2.Placement) -> Json:
 
 def _kv_json(usage: generation_pb2.Usage) -> Json:
     moved = ("decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved")
-    pulled = ("pulled_tokens", "pulled_bytes")
+    pulled = ("pulled_tokens", "pulled_bytes", "brought_tokens")
     names = (*moved, *pulled, "drafted_tokens", "accepted_draft_tokens", "constraint_s")
     return {**{name: getattr(usage, name) for name in names}, "carried_bytes": dict(usage.carried_bytes)}
 

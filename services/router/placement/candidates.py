@@ -158,6 +158,14 @@ class SourceCandidate(NamedTuple):
     pull_s: float
 
 
+class Brought(NamedTuple):
+    """A candidate would bring this up from its tiers before it computes the prompt."""
+
+    tokens: int  # the candidate could go on after these, as far as the index is trusted about its tiers
+    matched_tokens: int  # the same by the index alone
+    bring_s: float
+
+
 class DecodeCandidate(NamedTuple):
     """This is a decode rank as one request sees it. `prefill_tokens_per_s` is positive."""
 
@@ -182,11 +190,26 @@ class DecodeCandidate(NamedTuple):
     matched_resume_tokens: int | None = None  # the same by the index alone
     tokens_per_step: float = 0.0  # the tokens that a sequence gets in a step; 0: not known
     sources: tuple[SourceCandidate, ...] = ()  # for plan local
+    brought: Brought | None = None  # for plan local, without a source
 
     @property
     def reused_tokens(self) -> int:
-        """Return the tokens that it need not compute under plan local."""
+        """Return the tokens of its pool that it need not compute under plan local."""
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
+
+    @property
+    def found_tokens(self) -> int:
+        """Return the same count with what it brings up."""
+        return self.reused_tokens if self.brought is None else max(self.reused_tokens, self.brought.tokens)
+
+    @property
+    def held_tokens(self) -> int:
+        """Return the tokens that it holds, in its pool or below."""
+        return self.hit_tokens if self.brought is None else max(self.hit_tokens, self.brought.tokens)
+
+    @property
+    def bring_s(self) -> float:
+        return 0.0 if self.brought is None else self.brought.bring_s
 
     @property
     def indexed_reused_tokens(self) -> int:
@@ -220,10 +243,19 @@ class PrefillCandidate(NamedTuple):
     resume_tokens: int | None = None  # the expected prefill_prefix_len; None: the hit
     matched_resume_tokens: int | None = None
     sources: tuple[SourceCandidate, ...] = ()
+    brought: Brought | None = None
 
     @property
     def reused_tokens(self) -> int:
         return self.hit_tokens if self.resume_tokens is None else self.resume_tokens
+
+    @property
+    def found_tokens(self) -> int:
+        return self.reused_tokens if self.brought is None else max(self.reused_tokens, self.brought.tokens)
+
+    @property
+    def bring_s(self) -> float:
+        return 0.0 if self.brought is None else self.brought.bring_s
 
     @property
     def indexed_reused_tokens(self) -> int:

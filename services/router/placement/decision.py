@@ -389,17 +389,18 @@ def _home(request: PlacementRequest, decodes: Sequence[DecodeCandidate]) -> _Hom
         for decode in decodes:
             if decode.id.key == pinned:
                 return _pinned(request, decode) if decode.has_room else None
-    longest = max(decode.hit_tokens for decode in decodes)
-    holders = [decode for decode in decodes if decode.hit_tokens == longest]
+    # Of those that hold as much, who holds more of it in its pool is the home.
+    longest = max((decode.held_tokens, decode.hit_tokens) for decode in decodes)
+    holders = [decode for decode in decodes if (decode.held_tokens, decode.hit_tokens) == longest]
     # A hit of less than half may be a system prompt that many share, which is no reason to prefer a rank.
-    if 2 * longest >= request.prompt_tokens and len(holders) == 1:
+    if 2 * longest[0] >= request.prompt_tokens and len(holders) == 1:
         return _Home(holders[0], "longest_prefix", inf)
     return None
 
 
 def _pinned(request: PlacementRequest, decode: DecodeCandidate) -> _Home:
-    holds_most = 2 * decode.hit_tokens >= request.prompt_tokens
-    held_s = inf if holds_most else decode.hit_tokens / decode.prefill_tokens_per_s
+    holds_most = 2 * decode.held_tokens >= request.prompt_tokens
+    held_s = inf if holds_most else decode.held_tokens / decode.prefill_tokens_per_s
     return _Home(decode, "pinned", held_s)
 
 

@@ -59,6 +59,7 @@ class Outcomes:
         # These are about a request's own ranks and about its source, until it is admitted or ends.
         self._believed: dict[str, tuple[_Believed, ...]] = {}
         self._promised: dict[str, _Believed] = {}
+        self._below: dict[str, int] = {}  # By the index the tiers of who computes hold so many tokens.
 
     def sent(
         self,
@@ -79,6 +80,8 @@ class Outcomes:
         self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
         if (source := chosen.source) is not None:
             self._promised[request_id] = self._promise(source)
+        if (brought := chosen.brought) is not None:
+            self._below[request_id] = int(min(brought.matched_tokens, reusable_tokens))
 
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
@@ -90,7 +93,10 @@ class Outcomes:
         delivered, computing = {decode: admitted.decode_prefix_len}, prefill or decode
         if prefill is not None:
             delivered[prefill] = admitted.prefill_prefix_len
-        delivered[computing] -= admitted.pulled_tokens  # It held the others itself.
+        # It held the others itself.
+        delivered[computing] -= admitted.pulled_tokens + admitted.brought_tokens
+        if (indexed := self._below.pop(request_id, None)) is not None:
+            self._learn_of_tiers(computing, indexed - delivered[computing], admitted.brought_tokens)
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
@@ -118,6 +124,7 @@ class Outcomes:
     def ended(self, request_id: str) -> None:
         self._believed.pop(request_id, None)
         self._promised.pop(request_id, None)
+        self._below.pop(request_id, None)
         self._balance.ended(request_id)
 
     def _predict(
@@ -155,6 +162,14 @@ class Outcomes:
     def _promise(self, source: SourceCandidate) -> _Believed:
         key = source.id.key
         return _Believed(key, source.matched_tokens // self._block, key in self.telling, self._progress(key))
+
+    def _learn_of_tiers(self, rank: RankKey, expected: int, brought_tokens: int) -> None:
+        """Learn how far the index can be trusted about what lies below the rank's pool.
+
+        It is not corrected: what was too slow to be brought up is there all the same.
+        """
+        tolerated = min(expected, brought_tokens + self._block)
+        self._balance.tier_trust.observe(rank, expected, tolerated, self._balance.clock())
 
     def _learn_from(
         self, promised: _Believed, computing: RankKey, hashes: Sequence[BlockHash], pulled: Pulled

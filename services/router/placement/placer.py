@@ -86,9 +86,12 @@ class Placer:
         balance: Balance,
         progress: Callable[[RankKey], object],
         is_connected: Callable[[RankKey], bool],
+        below: PrefixIndex | None = None,
     ) -> None:
+        """`below` is the index of what lies below the ranks' pools."""
         self._settings = settings
         self._index = index
+        self._below = below
         self._balance = balance
         self._is_connected = is_connected
         self._decodes = self._prefills = _Side()
@@ -145,7 +148,7 @@ class Placer:
             return self._place(snapshot, tie, self._all)
 
     def _snapshot(self, asked: Asked) -> RankSnapshot:
-        return RankSnapshot(asked, self._balance, self._index, self._is_connected, self._apart)
+        return RankSnapshot(asked, self._balance, self._index, self._is_connected, self._apart, self._below)
 
     def _where_it_fits(self, asked: Asked) -> Asked:
         """Return the request limited to ranks that can hold all of it, where some can and others cannot.
@@ -287,6 +290,8 @@ class Placer:
         if self._hits.telling and few:
             yield from self._resuming(side, order, snapshot, few[0])
         yield from self._holding(side, order, snapshot, snapshot.held())
+        if (below := snapshot.below()) is not None:
+            yield from self._holding(side, order, snapshot, below)
 
     def _holding(
         self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, held: Held
@@ -327,7 +332,7 @@ class Placer:
 
     def _decode_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> DecodeCandidate:
         key, rank, _ = found
-        page_size, (matched, worth, matched_resume, resume) = rank.layout.page_size, hit
+        page_size, (matched, worth, matched_resume, resume, brought) = rank.layout.page_size, hit
         now = snapshot.now(key)
         load, pending_tokens, queued, running, tokens_per_s, _ = now
         books = load.books
@@ -353,6 +358,8 @@ class Placer:
             resume,
             matched_resume,
             load.tokens_per_step,
+            (),  # sources
+            brought,
         )
 
     def _prefill_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> PrefillCandidate:
@@ -373,6 +380,7 @@ class Placer:
             holds_tokens=rank.max_context_tokens,
             resume_tokens=hit.resume,
             matched_resume_tokens=hit.matched_resume,
+            brought=hit.brought,
         )
 
     def _holds_most(self, rank: Registration) -> bool:

@@ -6,7 +6,8 @@
     at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
 
 Each rank that computes is priced without a source and with each of its sources. A pull runs while the request
-would wait anyway, so `pull` is only the time beyond that wait.
+would wait anyway, so `pull` is only the time beyond that wait. Without a source a rank brings up what its
+tiers hold beyond its pool, and `bring`, likewise, stands in the place of `pull`.
 
 Transfer is priced by the tokens that the decode rank lacks, and compute by where the computing rank can go
 on. In models with window tails and states beside full attention's pages, it may have to go on before the end
@@ -24,6 +25,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from services.router.placement.candidates import (
+    Brought,
     Candidate,
     DecodeCandidate,
     PlacementRequest,
@@ -84,8 +86,15 @@ class Priced:
 
     @property
     def reused_tokens(self) -> int:
-        own = (self.prefill or self.decode).reused_tokens
-        return own if self.source is None else max(own, self.source.tokens)
+        computing = self.prefill or self.decode
+        if self.source is None:
+            return computing.found_tokens
+        return max(computing.reused_tokens, self.source.tokens)
+
+    @property
+    def brought(self) -> Brought | None:
+        """Return what the computing rank brings up from its tiers; with a source it asks that instead."""
+        return (self.prefill or self.decode).brought if self.source is None else None
 
     @property
     def total_s(self) -> float:
@@ -165,7 +174,7 @@ class PriceList:
 
     def sender(self, prefill: PrefillCandidate, source: SourceCandidate | None = None) -> Sender:
         rate, prompt = prefill.prefill_tokens_per_s, self.request.prompt_tokens
-        reused_tokens = prefill.reused_tokens if source is None else source.tokens
+        reused_tokens = prefill.found_tokens if source is None else source.tokens
         # The last token is always computed: its logits choose the next one.
         compute_s = max(1, prompt - reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
@@ -175,6 +184,8 @@ class PriceList:
         fixed_s = wait_s + occupy_s + evict_s
         if source is not None:
             fixed_s += sum(self.pull(source, wait_s))
+        elif prefill.brought is not None:
+            fixed_s += max(0.0, prefill.bring_s - wait_s)
         return Sender(wait_s, compute_s, occupy_s, evict_s, fixed_s, prefill, source)
 
     def pull(self, source: SourceCandidate, wait_s: float) -> tuple[float, float]:
@@ -185,7 +196,7 @@ class PriceList:
 
     def receiver(self, decode: DecodeCandidate) -> Receiver:
         prompt = self.request.prompt_tokens
-        delta, uncached = max(0, prompt - decode.hit_tokens), max(1, prompt - decode.reused_tokens)
+        delta, uncached = max(0, prompt - decode.hit_tokens), max(1, prompt - decode.found_tokens)
         wait_s = decode.pending_tokens / decode.prefill_tokens_per_s
         lacking, room_s, evict_s = delta - decode.free_tokens, 0.0, 0.0
         outgrow_s = 0.0 if decode.holds_tokens >= self.grows_to else self.outgrow_s(decode)
@@ -208,7 +219,7 @@ class PriceList:
         decode, compute_s = receiver.decode, self.local_compute_s(receiver, source)
         return {
             "wait_decode": receiver.wait_s,
-            **self.pull_terms(source, receiver.wait_s),
+            **self.up_terms(decode, source, receiver.wait_s),
             "compute": compute_s,
             "occupy": self.occupy_local * compute_s,
             "wait_room": receiver.room_s,
@@ -217,9 +228,13 @@ class PriceList:
             "outgrow": receiver.outgrow_s,
         }
 
-    def pull_terms(self, source: SourceCandidate | None, wait_s: float) -> dict[str, float]:
+    def up_terms(
+        self, computing: Candidate, source: SourceCandidate | None, wait_s: float
+    ) -> dict[str, float]:
+        """Return what it takes until the computing rank has what it need not compute."""
         if source is None:
-            return {}
+            brought = computing.brought
+            return {} if brought is None else {"bring": max(0.0, brought.bring_s - wait_s)}
         pull_s, lend_s = self.pull(source, wait_s)
         return {"pull": pull_s, "lend": lend_s}
 
@@ -235,7 +250,7 @@ class PriceList:
         carried = {"carried": self.carried_s(bytes_per_s)} if self.request.carried_bytes else {}
         return {
             "wait_prefill": sender.wait_s,
-            **self.pull_terms(sender.source, sender.wait_s),
+            **self.up_terms(sender.prefill, sender.source, sender.wait_s),
             "compute": max(sender.compute_s, transfer_s),
             "last_chunk": last_chunk_s,
             **carried,
@@ -301,7 +316,9 @@ class PriceList:
         itl_s = self.weights.itl_weight * decode.running * compute_s
         occupy_s = self.occupy_local * compute_s
         own_s = sum((wait_s, compute_s, occupy_s, room_s, receiver.evict_s, itl_s, receiver.outgrow_s))
-        return own_s if source is None else own_s + sum(self.pull(source, wait_s))
+        if source is None:
+            return own_s if decode.brought is None else own_s + max(0.0, decode.bring_s - wait_s)
+        return own_s + sum(self.pull(source, wait_s))
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source

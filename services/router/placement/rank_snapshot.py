@@ -14,14 +14,17 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
-from services.index.read.prefix_index import Held, PrefixIndex, deepest
+from services.index.read.prefix_index import Held, HeldBelow, PrefixIndex, deepest
 from services.router.placement import exclusion
-from services.router.placement.candidates import Asked
+from services.router.placement.candidates import Asked, Brought
 from services.router.ranks.balance import Balance, RankNow
 from services.router.ranks.predictions import Guessed
 from services.values.kv import KvLayout
 from services.values.rank import RankKey, Role
-from services.values.rank_reports import Registration
+from services.values.rank_reports import RankLoad, Registration
+
+# A tier of which nothing was read yet is assumed to be read so fast.
+_MEMORY_BYTES_PER_S, _FILE_BYTES_PER_S = 4e9, 5e8
 
 
 def what_must_agree(layout: KvLayout) -> KvLayout:
@@ -61,6 +64,8 @@ class RankSnapshot:
     __slots__ = (
         "_apart",
         "_balance",
+        "_below",
+        "_below_index",
         "_excluded",
         "_guessed",
         "_held",
@@ -77,6 +82,7 @@ class RankSnapshot:
         index: PrefixIndex,
         is_connected: Callable[[RankKey], bool],
         apart: Mapping[RankKey, str],
+        below: PrefixIndex | None = None,
     ) -> None:
         self.asked = asked
         self._balance = balance
@@ -85,7 +91,9 @@ class RankSnapshot:
         self._apart = apart
         self._now: dict[RankKey, RankNow] = {}
         self._excluded: dict[RankKey, str] = {}
+        self._below_index = below
         self._held: Held | None = None
+        self._below: HeldBelow | None = None
         self._guessed: Guessed | None = None
 
     def now(self, key: RankKey) -> RankNow:
@@ -98,6 +106,12 @@ class RankSnapshot:
         if self._held is None:
             self._held = self._index.held(self.asked.hashes)
         return self._held
+
+    def below(self) -> HeldBelow | None:
+        """Return what lies below the ranks' pools, or None where no rank has tiers."""
+        if self._below is None and self._below_index is not None and not self._below_index.is_empty:
+            self._below = self._below_index.held_below(self.asked.hashes)
+        return self._below
 
     def guessed(self) -> Guessed:
         if self._guessed is None:
@@ -160,6 +174,14 @@ class Hit(NamedTuple):
     worth: int
     matched_resume: int | None = None
     resume: int | None = None
+    brought: Brought | None = None
+
+
+def _bring_s(load: RankLoad, layout: KvLayout, num_tokens: int, file_tokens: int) -> float:
+    """Return the time to bring up so many tokens, of which so many lie in files."""
+    in_memory_s = (num_tokens - file_tokens) / (load.memory_tier_bytes_per_s or _MEMORY_BYTES_PER_S)
+    in_files_s = file_tokens / (load.file_tier_bytes_per_s or _FILE_BYTES_PER_S)
+    return (in_memory_s + in_files_s) * layout.page_bytes / layout.page_size
 
 
 class Hits:
@@ -187,7 +209,27 @@ class Hits:
                 hits.append(Hit(matched, worth, resume=min(worth, asked.most_reused)))
             else:
                 hits.append(Hit(matched, worth))
+        if (below := snapshot.below()) is not None:
+            each = zip(hits, found, strict=True)
+            return [hit._replace(brought=self._brought(hit, rank, snapshot, below)) for hit, rank in each]
         return hits
+
+    def _brought(self, hit: Hit, found: Found, snapshot: RankSnapshot, below: HeldBelow) -> Brought | None:
+        """Return what the rank would bring up of the prompt; None if that would take no less time than
+        computing, for then it computes. A rank that keeps checkpoints has none below its pool.
+        """
+        key, rank, _ = found
+        matched = min(below.depth(key) * self._block, snapshot.asked.most_reused)
+        now, worth = snapshot.now(key), hit.worth
+        if matched <= worth or key in self.telling or now.load.tiers_off:
+            return None
+        trust, clock = self._balance.tier_trust, self._balance.clock()
+        tokens = worth + trust.worth(key, matched - worth, clock)
+        file_tokens = below.in_files(key, worth // self._block, -(-tokens // self._block)) * self._block
+        bring_s = _bring_s(now.load, rank.layout, tokens - worth, min(file_tokens, tokens - worth))
+        if bring_s * now.tokens_per_s >= tokens - worth:
+            return None
+        return Brought(tokens, matched, bring_s)
 
     def _resumed(
         self, telling: dict[RankKey, int], snapshot: RankSnapshot, now: float

@@ -74,6 +74,7 @@ class Balance:
         self.predictions = Predictions()
         self.there = Predictions()  # Ranks have computed it, and their events have perhaps not come yet.
         self.trust = Trust()
+        self.tier_trust = Trust()  # This is of what lies below pools.
         self.resume_trust = Trust()  # Only ranks that report checkpoints have this.
         self.changed: Callable[[RankKey], None] = _ignore_change
         self._chunk_tokens = chunk_tokens
@@ -265,6 +266,7 @@ class Balance:
         self.there.forget(rank)
         self.trust.forget(rank)
         self.resume_trust.forget(rank)
+        self.tier_trust.forget(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 

@@ -168,6 +168,10 @@ class RouterMetrics:
             "Prompt tokens that the computing rank got from another, for all placements of a request.",
         )
         self._pulled_bytes = counter("isthmus_pulled_bytes", "KV bytes that were moved for them.")
+        self._brought = counter(
+            "isthmus_brought_tokens",
+            "Prompt tokens that the computing rank got from its own tiers, for all placements of a request.",
+        )
         self._pulls = counter(
             "isthmus_pulls",
             "Placements with a source, by result: pulled; not_needed (the rank had it by then); or why it "
@@ -265,6 +269,8 @@ class RouterMetrics:
             self._moved.inc(admitted.kv_bytes_moved)
         if saved := admitted.kv_bytes_saved:
             self._saved.inc(saved)
+        if admitted.brought_tokens:
+            self._brought.inc(admitted.brought_tokens)
         if placed.decision.chosen.source is not None:
             self._pull_ended(admitted.pulled)
 

@@ -10,7 +10,7 @@ import pytest
 
 from etcd.deletions import delete, delete_prefix
 from etcd.real_etcd import FAST, client, running, until
-from index.cluster import SCHEMA, FakeRank, mirroring, registration
+from index.cluster import EAGER, SCHEMA, FakeRank, mirroring, registration
 from services.etcd.embedded import EmbeddedEtcd, etcd_binary
 from services.etcd.etcd_client import Etcd
 from services.etcd.etcd_errors import EtcdNoSpace
@@ -18,10 +18,11 @@ from services.etcd.watch import KeyChange, WatchBatch
 from services.index.codec import decode_record
 from services.index.degraded import Degraded
 from services.index.joining import Schema, check_schema, keep_schema, register
-from services.index.keys import ClusterKeys, LogKey, pin_name
+from services.index.keys import ClusterKeys, HeadKey, LogKey, pin_name
 from services.index.pins import KnownPin, Pin, encode_pin
 from services.index.read import block_mirror
 from services.index.read.mirror import Mirror, RankState, keep_from_garbage_collector
+from services.index.write import membership
 from services.values.errors import ConfigError
 from services.values.rank import Generation, RankId, RankKey
 
@@ -54,6 +55,33 @@ async def test_mirrors_hold_what_ranks_hold(etcd: Etcd, keys: ClusterKeys) -> No
                 await until(lambda m=mirror: m.degraded is None)
         _, kvs = await etcd.snapshot(keys.prefix + b"prefix/")
         assert len(kvs) < 2 * (1 + 4 + 1000 // 40 + 1)  # old epochs and logs are gone
+
+
+async def test_what_lies_below_has_a_log_of_its_own(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "BELOW", EAGER)
+    rng = random.Random(7)
+    tiered = FakeRank(etcd, keys, registration("d0"), with_tiers=True)
+    plain = FakeRank(etcd, keys, registration("d1"))
+    async with mirroring(etcd, keys) as early:
+        async with running(tiered.run(), plain.run()):
+            for _ in range(30):
+                below = set(rng.sample(range(500), 200))
+                tiered.demote(below, {block for block in below if block % 3 == 0})
+                plain.store(*rng.sample(range(500), 10))
+                await asyncio.sleep(0.005)
+            async with mirroring(etcd, keys, "late") as late:
+                for mirror in (early, late):
+                    await until(lambda m=mirror: tiered.is_mirrored_below(m) and plain.is_mirrored_by(m))
+                    assert mirror.index.num_blocks(tiered.id.key) == mirror.torn_values == 0
+            assert tiered.membership.below is not None and tiered.membership.below.deltas_written > 3
+            _, kvs = await etcd.snapshot(keys.prefix + b"below/")
+            parsed = [keys.parse(kv.key) for kv in kvs]
+            assert {key.rank for key in parsed if isinstance(key, HeadKey)} == {tiered.id.key}
+        await until(lambda: not early.ranks[tiered.id.key].registered)
+        early.mark_dead(tiered.id.key)
+        assert early.below.index.is_empty, "it is gone, and what lay below it"
 
 
 async def test_routers_know_of_each_other(etcd: Etcd, keys: ClusterKeys) -> None:

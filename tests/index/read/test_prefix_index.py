@@ -64,6 +64,48 @@ def test_many_ranks_that_hold_and_evict_are_matched_as_by_a_linear_scan(data: st
     }
 
 
+@given(st.data())
+def test_what_lies_below_is_found_as_by_a_linear_scan(data: st.DataObject) -> None:
+    """A rank's tiers hold a prefix whatever is in which, and each of their blocks is in memory or in a file.
+
+    Where that changes once along the prefix, each block counts as what it is.
+    """
+    length = data.draw(st.integers(1, 300))
+    hashes = [i * 0x9E3779B97F4A7C15 % 2**64 for i in range(length)]
+    index, held, files = PrefixIndex(), dict[RankKey, int](), dict[RankKey, set[int]]()
+    changes_once = data.draw(st.booleans())
+    for rank, depth in enumerate(data.draw(st.lists(st.integers(0, length), max_size=8))):
+        if changes_once:
+            at = data.draw(st.integers(0, depth))
+            of_files = set(data.draw(st.sampled_from([hashes[:at], hashes[at:depth]])))
+        else:
+            of_files = {block for block in hashes[:depth] if block >> 40 & 1}
+        early = data.draw(st.integers(0, depth))
+        index.apply_snapshot(life(rank), hashes[:early], (), set(hashes[:early]) & of_files)
+        added = hashes[early:depth]
+        moved_back = hashes[: data.draw(st.integers(0, early))] if not changes_once else []
+        of_files -= set(moved_back)
+        assert index.apply_delta(life(rank), added, [], (), (), set(added) & of_files, set(moved_back))
+        held[RankKey("w", rank)], files[RankKey("w", rank)] = depth, of_files
+    found = index.held_below(hashes)
+    assert found.depths() == {key: depth for key, depth in held.items() if depth}
+    for key, depth in held.items():
+        assert index.num_blocks(key) == depth
+        first = data.draw(st.integers(0, depth))
+        in_files = found.in_files(key, first, depth)
+        if changes_once:
+            assert in_files == len(files[key] & set(hashes[first:depth]))
+        else:
+            assert 0 <= in_files <= depth - first
+        for number in range(depth):
+            one = index.held_below(hashes[number : number + 1])
+            assert one.in_files(key, 0, 1) == (hashes[number] in files[key])
+    for key in held:
+        index.remove_rank(key)
+    assert index.is_empty and index.total_blocks == 0
+    assert not any(index.held_below(hashes).in_files(key, 0, length) for key in held)
+
+
 @given(st.lists(st.tuples(st.integers(1, 2), st.sets(st.integers(0, 2**64 - 1))), min_size=1))
 def test_a_snapshot_replaces_all_that_was_held(snapshots: list[tuple[int, set[int]]]) -> None:
     index, other = PrefixIndex(), {1, 2, 3}

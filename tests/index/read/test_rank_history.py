@@ -37,6 +37,7 @@ class Life:
         self.publisher = Publisher(etcd, KEYS, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
         self.held: set[int] = set()
         self.resumable: set[int] = set()
+        self.files: set[int] = set()
         self.lease_id = 0
         self.new_lease()
 
@@ -46,14 +47,18 @@ class Life:
         self.publisher.attach(self.lease_id)
 
     def change(self, stored: set[int], removed: set[int], number: int) -> None:
-        """With 0 all of before is gone, of other numbers the multiples are where it can go on."""
+        """With 0 all of before is gone. Of other numbers the multiples are where it can go on, and the next
+        ones are in files."""
         cleared = number == 0
         self.held = ((set() if cleared else self.held) | stored) - removed
         before = set() if cleared else self.resumable
         self.resumable = {block for block in self.held if number and block % number == 0}
+        in_files = set() if cleared else self.files
+        self.files = {block for block in self.held if number and block % number == 1}
         told = (stored, removed, self.resumable - before, before - self.resumable)
-        added, gone, resumable, resumable_gone = (tuple(map(BlockHash, blocks)) for blocks in told)
-        self.publisher.record(CacheEvents(added, gone, cleared, resumable, resumable_gone))
+        told += (self.files - in_files, in_files - self.files)
+        added, gone, *marks = (tuple(map(BlockHash, blocks)) for blocks in told)
+        self.publisher.record(CacheEvents(added, gone, cleared, *marks))
 
     async def flush(self) -> None:
         with contextlib.suppress(Unavailable, LeaseNotFound, StaleGeneration, RecordsMoved):
@@ -85,6 +90,14 @@ class Reader:
         points = self.index.checkpoints
         return {block for block in range(40) if points.deepest([block], {RANK: 1})}
 
+    @property
+    def files(self) -> set[int]:
+        return {block for block in range(40) if self.index.held_below([block]).in_files(RANK, 0, 1)}
+
+    def agrees_with(self, life: Life) -> bool:
+        known = (self.blocks, self.resumable, self.files)
+        return self.history.current and known == (life.held, life.resumable, life.files)
+
     def take(self, change: KeyChange) -> Verdict | None:
         if change.value is None:
             self.delivered.pop(change.key, None)
@@ -95,14 +108,15 @@ class Reader:
         if step.verdict is Verdict.APPLY:
             life = RankId("w", 0, step.generation or Generation(0))
             if step.snapshot is not None:
-                held, resumable = [], []
+                held, resumable, files = [], [], []
                 for chunk in step.snapshot:
                     held += chunk.hashes
                     resumable += chunk.resumable
-                self.index.apply_snapshot(life, held, resumable)
+                    files += chunk.files
+                self.index.apply_snapshot(life, held, resumable, files)
             for delta in step.deltas:
-                resumable = delta.resumable_added, delta.resumable_removed
-                assert self.index.apply_delta(life, delta.added, delta.removed, *resumable)
+                marks = delta.resumable_added, delta.resumable_removed, delta.files_added, delta.files_removed
+                assert self.index.apply_delta(life, delta.added, delta.removed, *marks)
             assert self.resumable <= self.blocks
         return step.verdict
 
@@ -177,8 +191,7 @@ def test_a_reader_that_comes_at_any_time_ends_with_the_blocks_of_the_last_life(
         else:
             reader.watch(etcd, here, there)
         here = there
-    assert reader.history.current
-    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
+    assert reader.agrees_with(life)
     assert reader.index.generation(RANK) == life.generation
 
 
@@ -192,8 +205,7 @@ def test_leases_that_lapse_and_records_that_come_again(story: list[tuple], data:
         reader.take(change)
         for earlier in data.draw(st.lists(st.integers(0, number), max_size=2), label="again"):
             reader.take(everything[earlier])
-    assert reader.history.current
-    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
+    assert reader.agrees_with(life)
 
 
 @settings(max_examples=30, deadline=None)
@@ -222,8 +234,7 @@ def test_what_an_etcd_restored_under_a_living_lease_has_lost_is_told_again(
     asyncio.run(go_on())
     reader = Reader()
     reader.list_at(etcd, etcd.revision)
-    assert reader.history.current
-    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
+    assert reader.agrees_with(life)
 
 
 @settings(max_examples=30, deadline=None)
@@ -236,7 +247,7 @@ def test_once_registered_a_life_is_the_only_one_that_counts(story: list[tuple]) 
         for change in changes:
             reader.take(change)
             assert reader.index.generation(RANK) in (None, life.generation)
-    assert (reader.blocks, reader.resumable) == (life.held, life.resumable)
+    assert reader.agrees_with(life)
 
 
 GENERATION = Generation(7)

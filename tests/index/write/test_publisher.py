@@ -18,8 +18,8 @@ SMALL = PublisherSettings(log=LogLimits(max_deltas=3, max_chunk_hashes=4))
 LEASE = 9
 
 
-def publisher(etcd: FakeEtcd, generation: int = 1) -> Publisher:
-    made = Publisher(etcd, KEYS, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
+def publisher(etcd: FakeEtcd, generation: int = 1, keys: ClusterKeys = KEYS) -> Publisher:
+    made = Publisher(etcd, keys, RankId("w", 0, Generation(generation)), SMALL)  # type: ignore[arg-type]
     etcd.leases.add(LEASE)
     made.attach(LEASE)
     return made
@@ -39,9 +39,9 @@ def head(etcd: FakeEtcd) -> PrefixHead:
     return record
 
 
-def chunk_of(etcd: FakeEtcd, epoch: int, number: int) -> PrefixSnapshot:
+def chunk_of(etcd: FakeEtcd, epoch: int, number: int, keys: ClusterKeys = KEYS) -> PrefixSnapshot:
     key = SnapshotKey(RANK, epoch, number)
-    record = decode_record(key, etcd.kvs[KEYS.snapshot(RANK, epoch, number)].value)
+    record = decode_record(key, etcd.kvs[keys.snapshot(RANK, epoch, number)].value)
     assert isinstance(record, PrefixSnapshot)
     return record
 
@@ -93,6 +93,22 @@ async def test_records_of_one_kind_and_of_both(subtests: pytest.Subtests) -> Non
         await writer.flush()
         told = decode_record(LogKey(RANK, 0), etcd.kvs[KEYS.log(RANK, 0)].value)
         assert told == PrefixDelta(Generation(1), 1, 0, resumable_removed=hashes_of(resumable[:1]))
+    with subtests.test("what lies below has keys of its own, and says what of it is in files"):
+        etcd = FakeEtcd()
+        above, below = publisher(etcd), publisher(etcd, keys=KEYS.below)
+        store(above, 1, 2)
+        below.record(CacheEvents(stored=held, files_stored=held[:2]))
+        for writer in (above, below):
+            await writer.flush()
+        chunks = [chunk_of(etcd, 1, number, KEYS.below) for number in range(2)]
+        assert [(len(chunk.hashes), len(chunk.files)) for chunk in chunks] == [(4, 0), (2, 2)]
+        below.record(CacheEvents(files_stored=held[2:3], files_removed=held[:1]))
+        await below.flush()
+        told = decode_record(LogKey(RANK, 0, below=True), etcd.kvs[KEYS.below.log(RANK, 0)].value)
+        moved = {"files_added": hashes_of(held[2:3]), "files_removed": hashes_of(held[:1])}
+        assert told == PrefixDelta(Generation(1), 1, 0, **moved)
+        assert (above.num_blocks, below.num_blocks) == (2, 6)
+        assert KEYS.log(RANK, 0) not in etcd.kvs
     with subtests.test("who goes on wherever it holds writes no byte more"):
         etcd = FakeEtcd()
         writer = publisher(etcd)

@@ -6,10 +6,10 @@ from services.index.write.rank_ledger import RankLedger
 from services.values.kv import BlockHash, CacheEvents
 
 
-def events(stored=(), removed=(), resumable=(), no_more=(), cleared=False) -> CacheEvents:
-    told = (tuple(map(BlockHash, blocks)) for blocks in (stored, removed, resumable, no_more))
-    added, gone, resumable_added, resumable_gone = told
-    return CacheEvents(added, gone, cleared, resumable_added, resumable_gone)
+def events(stored=(), removed=(), resumable=(), no_more=(), cleared=False, files=((), ())) -> CacheEvents:
+    told = (tuple(map(BlockHash, blocks)) for blocks in (stored, removed, resumable, no_more, *files))
+    added, gone, *marks = told
+    return CacheEvents(added, gone, cleared, *marks)
 
 
 def told_everything(*told: CacheEvents) -> RankLedger:
@@ -127,38 +127,45 @@ steps = st.lists(
     ),
     max_size=40,
 )
-Told = tuple[set[int], set[int]]
+Told = tuple[set[int], set[int], set[int]]
 
 
 def tell(ledger: RankLedger, told: Told, max_hashes: int, fails: bool) -> Told:
     """What etcd has been told after one more write."""
-    held, resumable = told
+    held, resumable, files = told
     if ledger.needs_snapshot:
         contents = ledger.take_snapshot()
         assert contents.cleared
-        now = set(contents.stored), set(contents.resumable_stored)
+        now = set(contents.stored), set(contents.resumable_stored), set(contents.files_stored)
     else:
         changes = ledger.take_delta(max_hashes)
-        each = (changes.stored, changes.removed, changes.resumable_stored, changes.resumable_removed)
-        assert sum(map(len, each)) <= max_hashes
+        marks = (changes.resumable_stored, changes.resumable_removed)
+        marks += (changes.files_stored, changes.files_removed)
+        assert sum(map(len, (changes.stored, changes.removed, *marks))) <= max_hashes
         assert not set(changes.stored) & set(changes.removed)
         assert set(changes.removed) <= held
         # As a mirror takes it in.
         resumable = resumable - set(changes.removed) - set(changes.resumable_removed)
-        now = (held - set(changes.removed)) | set(changes.stored), resumable | set(changes.resumable_stored)
+        files = files - set(changes.removed) - set(changes.files_removed)
+        now = (
+            (held - set(changes.removed)) | set(changes.stored),
+            resumable | set(changes.resumable_stored),
+            files | set(changes.files_stored),
+        )
     if fails:
         ledger.forget_reported()
         return told
     ledger.reported()
-    assert now[1] <= now[0]
+    assert now[1] <= now[0] and now[2] <= now[0]
     return now
 
 
 @given(steps)
 def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
-    """Of any number at most that many blocks' distance apart a rank can go on."""
-    ledger, held, resumable = RankLedger(max_unreported=8), set[int](), set[int]()
-    told: Told = set(), set()
+    """Of any number at most that many blocks' distance apart a rank can go on, and the next ones are in
+    files."""
+    ledger, held, resumable, files = RankLedger(max_unreported=8), set[int](), set[int](), set[int]()
+    told: Told = set(), set(), set()
     for step in story:
         match step:
             case ("tell", max_hashes, fails):
@@ -169,11 +176,14 @@ def test_what_was_told_ends_up_as_what_there_is(story: list[tuple]) -> None:
                 before = set() if cleared else resumable
                 resumable = {block for block in held if block % every == 0}
                 news = resumable - before, before - resumable
-                ledger.record(events(stored, removed, *news, cleared=cleared), now=0.0)
+                lay_in_files = set() if cleared else files
+                files = {block for block in held if block % every == 1}
+                moved = files - lay_in_files, lay_in_files - files
+                ledger.record(events(stored, removed, *news, cleared=cleared, files=moved), now=0.0)
         assert (ledger.held, ledger.resumable) == (held, resumable)
     while ledger.has_news:
         told = tell(ledger, told, 3, fails=False)
-    assert told == (held, resumable)
+    assert told == (held, resumable, files)
 
 
 one_kind = st.lists(st.integers(0, 12), max_size=6, unique=True)
@@ -192,7 +202,7 @@ steps_of_one_kind = st.lists(
 @given(steps_of_one_kind)
 def test_what_was_told_ends_up_as_what_is_held(story: list[tuple[str, object]]) -> None:
     ledger, held = RankLedger(), set[int]()
-    told: Told = set(), set()
+    told: Told = set(), set(), set()
     for verb, argument in story:
         match verb, argument:
             case (("tell" | "fail"), int()):
@@ -209,4 +219,4 @@ def test_what_was_told_ends_up_as_what_is_held(story: list[tuple[str, object]]) 
         assert ledger.held == held
     while ledger.has_news:
         told = tell(ledger, told, 3, fails=False)
-    assert told == (held, set())
+    assert told == (held, set(), set())

@@ -27,14 +27,15 @@ class BooksMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.books = TierBooks([4, 3])
+        self.books = TierBooks([4, 3], [False, True])
+        self.told = set(), set()  # as who follows the events knows it: all, and what is in files
         self.contents = {}  # by place
         self.in_use = []  # places that somebody reads or writes
 
     @rule(target=writes, path=st.sampled_from(PATHS))
     def claim(self, path):
         before = set(self.books._blocks)
-        block = self.books.claim(key_of(path), key_of(path[:-1]), 7)
+        block = self.books.claim(key_of(path), key_of(path[:-1]), hash(path))
         if block is None:
             assert set(self.books._blocks) == before
             return multiple()
@@ -107,6 +108,8 @@ class BooksMachine(RuleBasedStateMachine):
         again = TierBooks([4, 3])
         again.load(stored)
         again.check()
+        events = again.take_events()
+        assert set(events.stored) == {block.block_hash for block in again._blocks.values()}
         held = {s.key for tier in stored for s in tier}
         parents = {s.key: s.parent_key for tier in stored for s in tier}
 
@@ -121,6 +124,19 @@ class BooksMachine(RuleBasedStateMachine):
         for block in self.books._blocks.values():
             if block.state is SlotState.HELD:
                 assert self.contents[block.place] == block.key
+
+    @rule()
+    def take_events(self):
+        events = self.books.take_events()
+        held, in_files = self.told
+        assert not held & set(events.stored) and set(events.removed) <= held, "it was told already"
+        held |= set(events.stored)
+        held -= set(events.removed)
+        in_files |= set(events.files_stored)
+        in_files -= set(events.files_removed)
+        blocks = [b for b in self.books._blocks.values() if b.state is SlotState.HELD]
+        assert held == {b.block_hash for b in blocks}
+        assert in_files == {b.block_hash for b in blocks if b.place.tier == 1}
 
     def _write(self, place):
         assert place not in self.in_use, "a slot in use is written"

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 from services.index.read.block_mirror import RankProgress
 from services.index.read.mirror import RankState, RankView
@@ -29,6 +30,7 @@ class FakeMirror:
     ranks: dict = field(default_factory=dict)
     subscribers: list = field(default_factory=list)
     dead: list = field(default_factory=list)
+    below: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(index=PrefixIndex()))
     degraded = None
     staleness_s = 0.0
 

@@ -1,6 +1,7 @@
 """A placer with what it knows of its ranks: what they hold and how much waits there."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from services.index.read.prefix_index import PrefixIndex
@@ -52,7 +53,7 @@ class Router:
         pulls: bool = True,
     ) -> None:
         self.now = 100.0
-        self.index = PrefixIndex()
+        self.index, self.below = PrefixIndex(), PrefixIndex()
         self.balance = Balance(lambda: self.now)
         self.records: Counter[RankKey] = Counter()
         self.placer = Placer(
@@ -61,6 +62,7 @@ class Router:
             self.balance,
             self.records.__getitem__,
             lambda rank: True,
+            self.below,
         )
         self.decodes, self.prefills = (
             [registration(role, i, layout, capabilities) for i in range(number)]
@@ -75,6 +77,10 @@ class Router:
     def holds(self, rank: Registration, num_blocks: int, *resumable: int) -> None:
         """`resumable`: how many of them lie before where it can go on, each."""
         self.index.apply_snapshot(rank.id, HASHES[:num_blocks], [HASHES[depth - 1] for depth in resumable])
+
+    def keeps(self, rank: Registration, num_blocks: int, files: Sequence[int] = ()) -> None:
+        """Its tiers hold so many; `files` are positions of those in files."""
+        self.below.take_snapshot(rank.id, HASHES[:num_blocks], [HASHES[at] for at in files])
 
     def waits(self, rank: Registration, tokens: int, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}

@@ -215,6 +215,7 @@ class PagedDecodeEngine(TransferringEngine):
             digested_pages=received.digested_pages if received is not None else 0,
             constraint_s=constraint_s,
             pulled=pulled if prefill is None else prefill.pulled,
+            brought_tokens=first.brought_tokens if prefill is None else prefill.brought_tokens,
         )
 
 

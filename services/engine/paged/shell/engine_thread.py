@@ -24,7 +24,7 @@ from services.engine.paged.take_overs import Declined
 from services.kv.hand_over import IdlePrefix
 from services.process.iteration_watch import IterationWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
-from services.values.kv import CacheEvents, PageBooks, PullRequest
+from services.values.kv import NO_EVENTS, CacheEvents, PageBooks, PullRequest
 from services.values.rank import TransferId
 from services.values.rank_reports import RankLoad
 
@@ -172,6 +172,7 @@ class StepReport:
     events: list[tuple[Sequence, Reported]]
     cache_events: CacheEvents
     load: RankLoad
+    below_events: CacheEvents = NO_EVENTS
 
 
 class EngineThread:
@@ -341,7 +342,8 @@ class EngineThread:
     def _report(self, core: EngineCore) -> None:
         events = [*self._offered(core.take_outputs()), *self._failures]
         self._failures = []
-        report = StepReport(events, core.take_cache_events(), core.load())
+        below = core.tiers.books.take_events() if core.tiers is not None else NO_EVENTS
+        report = StepReport(events, core.take_cache_events(), core.load(), below)
         self._call(self._deliver, report)
 
     def _offered(self, events: list[tuple[Sequence, Reported]]) -> list[tuple[Sequence, Reported]]:

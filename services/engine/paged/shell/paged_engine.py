@@ -52,13 +52,14 @@ from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.process.iteration_watch import IterationWatch, until_it_hangs
 from services.tier.thread import TierThread
 from services.values.errors import Unavailable
-from services.values.kv import CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
+from services.values.kv import NO_EVENTS, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
 from services.values.rank_reports import ConstraintCounts, RankLoad
 from services.values.request import GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+EventQueue = asyncio.Queue[CacheEvents | None]  # None marks the end.
 
 # This share of the pool (one page in so many) is evicted ahead. The bound keeps an eviction short within a
 # step. On a mix of conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and
@@ -69,9 +70,6 @@ _MAX_EVICTED_AHEAD = 256
 # A step's limit is at least so many times the warm-up's duration. A step of the same size takes several times
 # as long with a long context before it, and a slow rank must not count as hung.
 _WARM_UPS = 10
-
-
-_NO_EVENTS = CacheEvents()
 
 
 class ThreadHangs(Exception):
@@ -154,8 +152,7 @@ class PagedEngine:
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
-        # None marks the end.
-        self._cache_events: asyncio.Queue[CacheEvents | None] = asyncio.Queue()
+        self._cache_events, self._below_events = EventQueue(), EventQueue()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -231,7 +228,8 @@ class PagedEngine:
             await self._thread.stop(free=untouched)
         for watching in self._watching:
             watching.cancel()
-        self._cache_events.put_nowait(None)
+        for queue in (self._cache_events, self._below_events):
+            queue.put_nowait(None)
 
     async def crashed(self) -> bool:
         """Return when the engine's or the sender's thread has died of a bug, or hangs; True where one hangs.
@@ -245,6 +243,8 @@ class PagedEngine:
         stalled, constraints = any([watch.stalled for watch in self._watches]), self._constraints()
         if (stalled, constraints) != (self._load.stalled, self._load.constraints):
             self._load = replace(self._load, stalled=stalled, constraints=constraints)
+        if self._tiers is not None:
+            self._load = self._tiers.rated(self._load)
         return self._load
 
     def _constraints(self) -> ConstraintCounts:
@@ -259,9 +259,15 @@ class PagedEngine:
         yield from steps_metric({} if self._core is None else self._core.runner.steps_by_way)
         yield from tier_metrics(None if self._tiers is None else self._tiers.figures())
 
-    async def cache_events(self) -> AsyncIterator[CacheEvents]:
-        while (events := await self._cache_events.get()) is not None:
-            yield events
+    def cache_events(self) -> AsyncIterator[CacheEvents]:
+        return _taken(self._cache_events)
+
+    @property
+    def has_tiers(self) -> bool:
+        return self._tiers is not None
+
+    def below_events(self) -> AsyncIterator[CacheEvents]:
+        return _taken(self._below_events)
 
     async def books(self) -> PageBooks:
         books = await self.answer(CheckBooks)
@@ -405,11 +411,18 @@ class PagedEngine:
 
     def _deliver_all(self, report: StepReport) -> None:
         self._load = report.load
-        if report.cache_events != _NO_EVENTS:
+        if report.cache_events != NO_EVENTS:
             self._cache_events.put_nowait(report.cache_events)
+        if report.below_events != NO_EVENTS:
+            self._below_events.put_nowait(report.below_events)
         for seq, event in report.events:
             if (mailbox := self._mailboxes.get(seq)) is not None:
                 mailbox.put(event)
+
+
+async def _taken(queue: EventQueue) -> AsyncIterator[CacheEvents]:
+    while (events := await queue.get()) is not None:
+        yield events
 
 
 def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:

@@ -102,6 +102,7 @@ class PagedPrefillEngine(TransferringEngine):
             compute_s=token.compute_s,
             prompt_logprobs=token.prompt_logprobs,
             pulled=pulled,
+            brought_tokens=token.brought_tokens,
         )
 
     def _open_transfer(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[TransferEnd]:

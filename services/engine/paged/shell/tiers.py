@@ -95,18 +95,19 @@ def open_tiers(
     layout, drafts = runner.layout, runner.draft is not None
     check_tiers(carries=bool(layout.carried), drafts=drafts, on_gpu=runner.memory.kind != "DRAM")
     with ExitStack() as opened:
-        found: list[_Opened] = []
+        found, in_files = list[_Opened](), list[bool]()
         for place in settings.places:
             block_bytes = index_block // layout.page_size * layout.page_bytes
             shape = SlabShape.fitting(layout_id(layout, index_block), block_bytes, place.size_bytes)
             if (each := _open_in_time(settings, place, shape)) is not None:
                 found.append(each)
+                in_files.append(place.directory is not None)
                 opened.callback(each[0].close)
         if not found:
             return None
         slabs = [slab for slab, _ in found]
         num_slots = [slab.shape.num_slots for slab in slabs]
-        books = TierBooks(num_slots)
+        books = TierBooks(num_slots, in_files)
         books.load([records for _, records in found])
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)

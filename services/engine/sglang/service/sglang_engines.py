@@ -92,6 +92,13 @@ class SglangRank:
         while True:
             yield await events.get()
 
+    has_tiers = False
+
+    async def below_events(self) -> AsyncIterator[CacheEvents]:
+        """Yield nothing: it has no tiers."""
+        return
+        yield CacheEvents()
+
     async def books(self) -> PageBooks:
         """Return the pages as SGLang reports them: it checks them itself, and ends where they are wrong."""
         return self.load().books

@@ -123,7 +123,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., conversation_id: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved", "drift_tokens", "carried_bytes", "drafted_tokens", "accepted_draft_tokens", "reasoning_tokens", "constraint_s", "pulled_tokens", "pulled_bytes")
+    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "decode_prefix_len", "delta_tokens", "prefill_prefix_len", "kv_bytes_moved", "kv_bytes_saved", "drift_tokens", "carried_bytes", "drafted_tokens", "accepted_draft_tokens", "reasoning_tokens", "constraint_s", "pulled_tokens", "pulled_bytes", "brought_tokens")
     class CarriedBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class Usage(_message.Message):
     CONSTRAINT_S_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int
@@ -165,7 +166,8 @@ class Usage(_message.Message):
     constraint_s: float
     pulled_tokens: int
     pulled_bytes: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drift_tokens: _Optional[int] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., constraint_s: _Optional[float] = ..., pulled_tokens: _Optional[int] = ..., pulled_bytes: _Optional[int] = ...) -> None: ...
+    brought_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drift_tokens: _Optional[int] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., constraint_s: _Optional[float] = ..., pulled_tokens: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., brought_tokens: _Optional[int] = ...) -> None: ...
 
 class StageTimes(_message.Message):
     __slots__ = ("tokenize_s", "route_s", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "first_token_s", "router_queue_s", "first_decode_step_s", "relay_s", "pull_s")
@@ -216,7 +218,7 @@ class Placement(_message.Message):
     def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., predicted_prefix_len: _Optional[int] = ..., reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., predicted_reused_tokens: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., pull_refused: _Optional[str] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "delta_tokens", "kv_bytes_moved", "kv_bytes_saved", "drafted_tokens", "accepted_draft_tokens", "pulled_tokens", "pulled_bytes")
+    __slots__ = ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens", "delta_tokens", "kv_bytes_moved", "kv_bytes_saved", "drafted_tokens", "accepted_draft_tokens", "pulled_tokens", "pulled_bytes", "brought_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +230,7 @@ class Totals(_message.Message):
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     reused_tokens: int
@@ -239,7 +242,8 @@ class Totals(_message.Message):
     accepted_draft_tokens: int
     pulled_tokens: int
     pulled_bytes: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pulled_bytes: _Optional[int] = ...) -> None: ...
+    brought_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., delta_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_saved: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., pulled_tokens: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., brought_tokens: _Optional[int] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ("reason", "matched_stop", "usage", "placement", "stages", "placements", "totals", "answer_id", "left_out")
@@ -330,7 +334,7 @@ class CostTerm(_message.Message):
     def __init__(self, name: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens", "decode_context_tokens", "prefill_context_tokens", "decode_resume_tokens", "prefill_resume_tokens", "decode_indexed_resume_tokens", "prefill_indexed_resume_tokens", "decode_tokens_per_step", "source", "source_tokens")
+    __slots__ = ("decode", "prefill", "plan", "decode_hit_tokens", "prefill_hit_tokens", "terms", "total_s", "pinned", "chosen", "excluded", "decode_indexed_tokens", "prefill_indexed_tokens", "decode_context_tokens", "prefill_context_tokens", "decode_resume_tokens", "prefill_resume_tokens", "decode_indexed_resume_tokens", "prefill_indexed_resume_tokens", "decode_tokens_per_step", "source", "source_tokens", "brought_tokens")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +356,7 @@ class Candidate(_message.Message):
     DECODE_TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.RankId
     prefill: _common_pb2.RankId
     plan: _common_pb2.Plan
@@ -373,7 +378,8 @@ class Candidate(_message.Message):
     decode_tokens_per_step: float
     source: _common_pb2.RankId
     source_tokens: int
-    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., prefill_context_tokens: _Optional[int] = ..., decode_resume_tokens: _Optional[int] = ..., prefill_resume_tokens: _Optional[int] = ..., decode_indexed_resume_tokens: _Optional[int] = ..., prefill_indexed_resume_tokens: _Optional[int] = ..., decode_tokens_per_step: _Optional[float] = ..., source: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., source_tokens: _Optional[int] = ...) -> None: ...
+    brought_tokens: int
+    def __init__(self, decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., decode_hit_tokens: _Optional[int] = ..., prefill_hit_tokens: _Optional[int] = ..., terms: _Optional[_Iterable[_Union[CostTerm, _Mapping]]] = ..., total_s: _Optional[float] = ..., pinned: _Optional[bool] = ..., chosen: _Optional[bool] = ..., excluded: _Optional[str] = ..., decode_indexed_tokens: _Optional[int] = ..., prefill_indexed_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., prefill_context_tokens: _Optional[int] = ..., decode_resume_tokens: _Optional[int] = ..., prefill_resume_tokens: _Optional[int] = ..., decode_indexed_resume_tokens: _Optional[int] = ..., prefill_indexed_resume_tokens: _Optional[int] = ..., decode_tokens_per_step: _Optional[float] = ..., source: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., source_tokens: _Optional[int] = ..., brought_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("prompt_tokens", "candidates", "reason", "degraded", "pinned", "carried_bytes", "constraint", "past_answers")

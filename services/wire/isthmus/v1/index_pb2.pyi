@@ -61,21 +61,23 @@ class PrefixHead(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., base_seq: _Optional[int] = ..., snapshot_chunks: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class PrefixSnapshot(_message.Message):
-    __slots__ = ("generation", "epoch", "chunk", "hashes", "resumable")
+    __slots__ = ("generation", "epoch", "chunk", "hashes", "resumable", "files")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     chunk: int
     hashes: bytes
     resumable: bytes
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., chunk: _Optional[int] = ..., hashes: _Optional[bytes] = ..., resumable: _Optional[bytes] = ...) -> None: ...
+    files: bytes
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., chunk: _Optional[int] = ..., hashes: _Optional[bytes] = ..., resumable: _Optional[bytes] = ..., files: _Optional[bytes] = ...) -> None: ...
 
 class PrefixDelta(_message.Message):
-    __slots__ = ("generation", "epoch", "seq", "added", "removed", "age_s", "resumable_added", "resumable_removed")
+    __slots__ = ("generation", "epoch", "seq", "added", "removed", "age_s", "resumable_added", "resumable_removed", "files_added", "files_removed")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +86,8 @@ class PrefixDelta(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_ADDED_FIELD_NUMBER: _ClassVar[int]
     RESUMABLE_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    FILES_ADDED_FIELD_NUMBER: _ClassVar[int]
+    FILES_REMOVED_FIELD_NUMBER: _ClassVar[int]
     generation: int
     epoch: int
     seq: int
@@ -92,7 +96,9 @@ class PrefixDelta(_message.Message):
     age_s: float
     resumable_added: bytes
     resumable_removed: bytes
-    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., age_s: _Optional[float] = ..., resumable_added: _Optional[bytes] = ..., resumable_removed: _Optional[bytes] = ...) -> None: ...
+    files_added: bytes
+    files_removed: bytes
+    def __init__(self, generation: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., age_s: _Optional[float] = ..., resumable_added: _Optional[bytes] = ..., resumable_removed: _Optional[bytes] = ..., files_added: _Optional[bytes] = ..., files_removed: _Optional[bytes] = ...) -> None: ...
 
 class Pin(_message.Message):
     __slots__ = ("decode", "prefill")

@@ -10,7 +10,7 @@ from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.kv.tiers.books import TierBooks
+from services.kv.tiers.books import SlotState, TierBooks
 from services.kv.tiers.tier_keys import keys_of, layout_id, scope
 from services.tier import slab as slabs
 from services.tier.copies import LoadCopy, Staging, Store
@@ -50,6 +50,7 @@ class TieredRank(Rank):
         """`tiers` are another life's slabs."""
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
+        self.told = set()  # as who follows the events knows what its tiers hold
         layout, memory, cache = self.runner.layout, self.runner.memory, self.core.cache
         block_bytes = BLOCK // PAGE * layout.page_bytes
         self.slabs = tiers or [
@@ -67,6 +68,12 @@ class TieredRank(Rank):
         hooks = FillHooks(core._publish, core._offer, core._catch_up, core.load)
         self.tiers.attach(hooks)
         cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
+
+    def step(self):
+        super().step()
+        events = self.tiers.books.take_events()
+        self.told |= set(events.stored)
+        self.told -= set(events.removed)
 
     def _begin(self, staging, done):
         self.thread = ByHand(self.slabs, staging, done)
@@ -95,6 +102,9 @@ class TieredRank(Rank):
     def turn(self):
         self.now += 1.0
         self.step()
+        held = self.tiers.books._blocks.values()
+        assert self.told == {block.block_hash for block in held if block.state is SlotState.HELD}
+        assert 0 not in self.told, "a block without its hash"
         self.thread.run()
         self.core.check()
 

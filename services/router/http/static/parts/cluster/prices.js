@@ -46,6 +46,6 @@ const Price = ({ price, dearest }) => {
 
 const signed = (s) => (s < 0 ? `−${seconds(-s)}` : seconds(s));
 
-const KINDS = { compute: "computed", last_chunk: "moved", carried: "moved", pull: "pulled", wait_prefill: "waiting", wait_decode: "waiting" };
+const KINDS = { compute: "computed", last_chunk: "moved", carried: "moved", pull: "pulled", bring: "pulled", wait_prefill: "waiting", wait_decode: "waiting" };
 const kindOf = (name) => KINDS[name] ?? "router";
 const withKind = (segment) => ({ ...segment, kind: kindOf(segment.name) });

@@ -1,0 +1,174 @@
+"""A rank brings up what its tiers hold below its pool, and that has a price."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.placement.known_cluster import BLOCK, HYBRID, LAYOUT, Router, admitted
+from services.router.placement.rank_snapshot import Hits, RankSnapshot
+from services.values.rank import Plan
+from services.values.rank_reports import LENDS, PULLS
+
+BYTES_PER_TOKEN = LAYOUT.page_bytes / LAYOUT.page_size
+WHOLE = 40 * BLOCK
+# Memory is read faster than the ranks compute (10,000 tokens/s), files less so.
+READ = {"memory_tier_bytes_per_s": 4e9, "file_tier_bytes_per_s": 1e9}
+
+
+def bring_s(num_tokens: int, bytes_per_s: float) -> float:
+    return num_tokens * BYTES_PER_TOKEN / bytes_per_s
+
+
+def test_a_rank_is_chosen_for_what_its_tier_holds(subtests):
+    with subtests.test("it alone holds the prompt, below its pool"):
+        router = Router(4, 0)
+        kept = router.decodes[2]
+        router.keeps(kept, 40)
+        router.waits(kept, 100, **READ)
+        decision = router.place()
+        chosen = decision.chosen
+        assert (chosen.decode.id, decision.reason) == (kept.id, "longest_prefix")
+        terms = dict(chosen.terms)
+        assert terms["bring"] == pytest.approx(bring_s(WHOLE, 4e9) - 100 / 10_000)
+        assert terms["compute"] == pytest.approx(7 / 10_000)
+        assert chosen.total_s == pytest.approx(min(way.total_s for way in decision.ranked))
+        assert (chosen.reused_tokens, chosen.decode.hit_tokens) == (WHOLE, 0)
+    with subtests.test("while a long queue passes, bringing up takes no time more"):
+        router.waits(kept, 5_000, **READ)
+        priced = next(way for way in router.place().ranked if way.decode.id == kept.id)
+        assert dict(priced.terms)["bring"] == 0.0
+    with subtests.test("who holds as much in its pool is the home"):
+        router.waits(kept, 0, **READ)
+        router.holds(router.decodes[1], 40)
+        assert router.place().chosen.decode.id == router.decodes[1].id
+    with subtests.test("a prefill rank brings up, and a decode rank does not what it receives"):
+        router = Router(2, 2)
+        router.keeps(router.prefills[1], 40)
+        router.keeps(router.decodes[1], 40)
+        chosen = router.place(plans=frozenset({Plan.REMOTE})).chosen
+        assert chosen.prefill.id == router.prefills[1].id
+        assert chosen.brought.tokens == chosen.reused_tokens == WHOLE
+        assert chosen.decode.hit_tokens == 0
+    with subtests.test("of many ranks, that one is among those that are priced"):
+        router = Router(60, 0)
+        router.keeps(router.decodes[37], 40)
+        for number, rank in enumerate(router.decodes):
+            router.waits(rank, 10 * number)
+        assert router.place().chosen.decode.id == router.decodes[37].id
+
+
+def test_nothing_is_promised_that_a_rank_would_compute(subtests):
+    def chosen_of(router):
+        return next(way for way in router.place().ranked if way.decode.id == router.decodes[0].id)
+
+    def kept_by_one(files=(), **load):
+        router = Router(2, 0)
+        router.keeps(router.decodes[0], 40, files)
+        router.waits(router.decodes[0], 0, **load)
+        return router
+
+    with subtests.test("what lies in files takes longer"):
+        router = kept_by_one(range(30, 40), **READ)
+        expected = bring_s(30 * BLOCK, 4e9) + bring_s(10 * BLOCK, 1e9)
+        assert dict(chosen_of(router).terms)["bring"] == pytest.approx(expected)
+    with subtests.test("a tier that was never read is assumed to pay"):
+        assert chosen_of(kept_by_one()).brought.tokens == WHOLE
+    with subtests.test("a tier that is slower than computing is left alone"):
+        router = kept_by_one(range(40), file_tier_bytes_per_s=BYTES_PER_TOKEN * 9_000)
+        assert chosen_of(router).brought is None
+    with subtests.test("a rank that leaves its tiers alone says so"):
+        assert chosen_of(kept_by_one(tiers_off=True)).brought is None
+    with subtests.test("what may not be reused is not brought"):
+        router = kept_by_one()
+        assert router.place(reusable_tokens=1_000).chosen.reused_tokens == 1_000
+    with subtests.test("a model with states has its checkpoints in the pool alone"):
+        router = Router(2, 0, layout=HYBRID)
+        router.keeps(router.decodes[0], 40)
+        assert router.place().chosen.brought is None
+
+
+def test_a_source_is_its_pool_alone_and_may_be_faster_than_a_file(subtests):
+    router = Router(2, 0, capabilities=(LENDS, PULLS))
+    own, other = router.decodes
+    router.waits(other, 300_000, **READ)
+    router.keeps(other, 40)
+    with subtests.test("what lies below a pool is not lent"):
+        assert router.place().chosen.source is None
+    router.holds(other, 40)
+    with subtests.test("a source is asked in the place of a slower file"):
+        router.keeps(own, 40, range(40))
+        router.waits(own, 0, file_tier_bytes_per_s=3e8)
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.source.id, chosen.brought) == (own.id, other.id, None)
+        assert "bring" not in dict(chosen.terms)
+    with subtests.test("and not of memory that is as near"):
+        router.keeps(own, 40)
+        router.waits(own, 0, **READ)
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.source, chosen.brought.tokens) == (own.id, None, WHOLE)
+
+
+def test_trust_in_tiers_and_in_the_pool_are_two(subtests):
+    router = Router(1, 0)
+    rank = router.decodes[0]
+    router.holds(rank, 10)
+    router.keeps(rank, 40)
+
+    def request(name, delivered, brought):
+        decision = router.place()
+        hashes = router.asked().hashes
+        router.placer.sent(name, hashes, WHOLE + 7, decision)
+        got = replace(admitted(delivered), brought_tokens=brought)
+        router.placer.outcomes.admitted(name, hashes, decision.chosen, got)
+        router.placer.outcomes.ended(name)
+        router.balance.predictions.forget(rank.id.key)
+        return decision.chosen.brought.tokens
+
+    with subtests.test("what came as promised changes nothing"):
+        assert request("a", WHOLE, 30 * BLOCK) == WHOLE
+        assert request("b", WHOLE, 30 * BLOCK) == WHOLE
+    with subtests.test("what was not brought up counts against the tiers"):
+        for number in range(6):
+            request(str(number), 10 * BLOCK, 0)
+        assert 10 * BLOCK < request("c", 10 * BLOCK, 0) < 30 * BLOCK
+        assert router.balance.trust.of(rank.id.key, router.now) == 1.0
+        assert router.index.num_blocks(rank.id.key) == 10
+        assert router.below.num_blocks(rank.id.key) == 40
+    with subtests.test("a pool that has less than the index says counts against the pool"):
+        router.balance.tier_trust.forget(rank.id.key)
+        router.records[rank.id.key] += 1  # so that the index is not corrected
+        request("d", WHOLE, WHOLE)
+        assert router.balance.trust.of(rank.id.key, router.now) < 1.0
+        assert router.balance.tier_trust.of(rank.id.key, router.now) == 1.0
+
+
+blocks = st.integers(0, 40)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6)
+)
+def test_what_is_found_is_what_pools_and_tiers_hold_as_plain_sets(held):
+    router = Router(len(held), 0)
+    expected = []
+    for rank, (pool, below, in_memory) in zip(router.decodes, held, strict=True):
+        router.holds(rank, pool)
+        router.keeps(rank, below, range(min(in_memory, below), below))
+        places = {at: "pool" for at in range(pool)}
+        for at in range(below):
+            places.setdefault(at, "memory" if at < in_memory else "file")
+        end = next(at for at in range(41) if at not in places)
+        took_s = sum(bring_s(BLOCK, 4e9) for at in range(end) if places[at] == "memory")
+        took_s += sum(bring_s(BLOCK, 1e9) for at in range(end) if places[at] == "file")
+        router.waits(rank, 0, **READ)
+        expected.append((end * BLOCK, pytest.approx(took_s)))
+    snapshot = RankSnapshot(router.asked(), router.balance, router.index, lambda rank: True, {}, router.below)
+    found = [(rank.id.key, rank, snapshot.held().depth(rank.id.key)) for rank in router.decodes]
+    hits = Hits(router.index, router.balance, BLOCK).of(found, snapshot)
+    got = [
+        (hit.worth, 0.0) if hit.brought is None else (hit.brought.tokens, hit.brought.bring_s) for hit in hits
+    ]
+    assert got == expected
