@@ -51,6 +51,7 @@ CHART_VALUES = {
     "name": "set",
     "worker": "set",
     "rank-index": "set",
+    "kv-tier": "tiers",
     "kv-tier-fd": "set",
     "advertise-host": "set",
     "restart-timeout-s": "startupSeconds",

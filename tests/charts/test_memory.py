@@ -74,7 +74,11 @@ def test_weights_and_pool_fit_into_what_the_sample_asks_for(name, role):
         return
     limit_gib = limit_bytes / GIB - bytes_of(sample(name)[role]["sharedMemory"]) / GIB
     size = SizeConfig(
-        model=Path(config.model), kv_pages=config.kv_pages, page_size=config.page_size, reserve_gib=RANK_GIB
+        model=Path(config.model),
+        kv_pages=config.kv_pages,
+        page_size=config.page_size,
+        reserve_gib=RANK_GIB,
+        kv_tier=config.kv_tier,
     )
     fit = fit_of(size, MODELS[Path(config.model).name], limit_gib / config.dp_size)
     assert fit.missing_bytes <= 0, fit.lines

@@ -231,6 +231,80 @@ def test_gpus_come_by_resource_claims_too():
             kubernetes_validate.validate(item, "1.37", strict=True)
 
 
+VOLUMES = {
+    "emptyDir": ({}, {"emptyDir": {"medium": "", "sizeLimit": "2097152Mi"}}),
+    "hostPath": ({"path": "/nvme/isthmus"}, {"hostPath": {"path": "/nvme/isthmus", "type": "Directory"}}),
+    "claim": ({"claimName": "tiers"}, {"persistentVolumeClaim": {"claimName": "tiers"}}),
+}
+
+
+def tiers_of(objects, component="decode"):
+    """(where, bytes) of each, as the rank reads its command line."""
+    places = objects.config(component).tiers.places
+    return [(str(place.directory or "memory"), place.size_bytes) for place in places]
+
+
+def valid(objects):
+    for item in objects.all:
+        if item["kind"] == "StatefulSet":
+            kubernetes_validate.validate(item, "1.37", strict=True)
+    return True
+
+
+@pytest.mark.parametrize("volume", VOLUMES)
+def test_a_tier_in_files_has_its_volume_and_each_rank_the_same_name_again(volume):
+    given, expected = VOLUMES[volume]
+    decode = {"dpSize": 2, "tiers": {"file": {"size": "1TiB", "volume": volume, **given}}}
+    objects = render(merged(LEAST, {"decode": decode}))
+    pod, container = objects.pods()["decode"], objects.container("decode")
+    (found,) = [each for each in pod["volumes"] if each["name"] == "tier"]
+    assert found == {"name": "tier", **expected} and valid(objects)
+    (mount,) = [each for each in container["volumeMounts"] if each["name"] == "tier"]
+    assert mount == {"name": "tier", "mountPath": "/var/lib/isthmus/tier"}
+    # Two releases may share a directory; the next life of a worker finds what the last one had.
+    assert tiers_of(objects) == [("/var/lib/isthmus/tier/llm.isthmus", 1 << 40)]
+    assert objects.config("decode").worker == "isthmus-decode-0"
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 10001
+    assert container["resources"]["limits"]["memory"] == "8Gi"
+    assert "volumeClaimTemplates" not in objects.of("StatefulSet")["decode"]["spec"]
+    assert not tiers_of(objects, "prefill")
+    assert not [each for each in objects.pods()["prefill"]["volumes"] if each["name"] == "tier"]
+
+
+def test_a_claim_for_tiers_goes_with_its_pod():
+    file = {"size": "100GiB", "volume": "claimTemplate", "storageClassName": "fast"}
+    objects = render(merged(LEAST, {"prefill": {"dpSize": 2, "tiers": {"file": file}}}))
+    spec = objects.of("StatefulSet")["prefill"]["spec"]
+    assert spec["persistentVolumeClaimRetentionPolicy"] == {"whenDeleted": "Delete", "whenScaled": "Delete"}
+    (claim,) = spec["volumeClaimTemplates"]
+    assert claim == {
+        "metadata": {"name": "tier"},
+        "spec": {
+            "accessModes": ["ReadWriteOnce"],
+            "storageClassName": "fast",
+            "resources": {"requests": {"storage": "225280Mi"}},
+        },
+    }
+    assert valid(objects) and not [v for v in objects.pods()["prefill"]["volumes"] if v["name"] == "tier"]
+
+
+def test_what_tiers_take_of_memory_is_asked_for():
+    in_memory = {"file": {"size": "512MiB", "medium": "Memory"}, "memory": "20GiB"}
+    limits = {"requests": {"memory": "4Gi"}, "limits": {"memory": 8 * 10**9}}
+    values = {
+        "prefill": {"tiers": {"memory": "20GiB"}, "resources": {"limits": {"memory": None}}},
+        "decode": {"dpSize": 2, "tiers": in_memory, "resources": limits},
+    }
+    objects = render(merged(LEAST, values))
+    prefill, decode = (objects.container(name)["resources"] for name in ("prefill", "decode"))
+    assert prefill["requests"]["memory"] == f"{24 * 1024}Mi" and "memory" not in prefill.get("limits", {})
+    assert decode["requests"]["memory"] == f"{(4 + 41) * 1024}Mi"
+    assert decode["limits"]["memory"] == f"{41 * 1024 + -(-8 * 10**9 // 2**20)}Mi"
+    (tier,) = [each for each in objects.pods()["decode"]["volumes"] if each["name"] == "tier"]
+    assert tier["emptyDir"] == {"medium": "Memory", "sizeLimit": "1024Mi"}
+    assert tiers_of(objects)[0] == ("memory", 20 << 30) and valid(objects)
+
+
 def test_images_are_taken_by_digest_where_one_is_given():
     cuda, own = f"sha256:{'a' * 64}", f"sha256:{'b' * 64}"
     values = {

@@ -12,7 +12,7 @@ from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import describe
 
 GPU = {"engine": "sglang", "gpus": 8, "dpSize": 8}
-NOT_SGLANG = tuple(name.replace("_", "-") for name in _NOT_SGLANG)
+NOT_SGLANG = tuple(name.replace("_", "-") for name in _NOT_SGLANG if name != "kv_tier")
 
 
 def of_role(role):
@@ -28,7 +28,6 @@ VALUES = {
     "speculate-unsalted": True,
     "draft-model": "/model/draft",
     "kv-dtype": "fp8_e4m3",
-    "kv-tier": ["memory:1GiB"],
     "pull": "off",
 }
 
@@ -37,6 +36,15 @@ def a_value(flag):
     return "off" if flag.endswith("-cache") else VALUES.get(flag, 0.25)
 
 
+MEMORY_TIER = {"tiers": {"memory": "1GiB"}}
+
+
+def file_tier(volume, **file):
+    return {"tiers": {"file": {"size": "1GiB", "volume": volume, **file}}}
+
+
+FILE_TIER = file_tier("emptyDir")
+SOURCES = {"emptyDir": {}, "claimTemplate": {}, "claim": {"claimName": "c"}, "hostPath": {"path": "/t"}}
 BY_SCHEMA = {
     "a value that does not exist": ({"modell": {}}, "modell"),
     "a nested one": ({"router": {"replica": 3}}, "replica"),
@@ -49,6 +57,12 @@ BY_SCHEMA = {
     "the chunk size, which is prefill's": ({"router": {"flags": {"chunk-size": 3}}}, "chunk-size"),
     "memory that pods would have to share": ({"decode": {"flags": {"transport": "local"}}}, "transport"),
     "the speed of the engine for tests": ({"decode": {"flags": {"fake-step-s": 1}}}, "fake-step-s"),
+    "a tier as a flag": ({"decode": {"flags": {"kv-tier": ["memory:1GiB"]}}}, "kv-tier"),
+    "a tier's size as a quantity": ({"decode": {"tiers": {"memory": "1Gi"}}}, "/decode/tiers/memory"),
+    "a tier of nothing": ({"decode": {"tiers": {"file": {"size": "0GiB"}}}}, "/decode/tiers/file/size"),
+    "a volume for tiers that nobody knows": (
+        {"decode": {"tiers": {"file": {"volume": "nfs"}}}}, "/decode/tiers/file/volume"
+    ),
     "a flag of the wrong type": ({"decode": {"flags": {"kv-pages": "many"}}}, "/decode/flags/kv-pages"),
     "a flag of no known value": ({"router": {"flags": {"log-level": "loud"}}}, "/router/flags/log-level"),
     "a list that is none": ({"router": {"flags": {"plans": "remote"}}}, "/router/flags/plans"),
@@ -125,6 +139,31 @@ BY_TEMPLATE = {
             {"decode": {"flags": {flag: a_value(flag)}}}, f"decode.flags.{flag}: only prefill ranks heed it"
         )
         for flag in of_role("prefill")
+    },
+    "tiers of SGLang": ({"prefill": GPU, "decode": GPU | MEMORY_TIER}, "decode.tiers is for engine torch"),
+    "tiers of a pool on a GPU": ({"decode": {"gpus": 1} | MEMORY_TIER}, "a pool on a GPU has no tiers yet"),
+    "tiers beside a draft model": (
+        {"decode": {"flags": {"draft-model": "/m/d"}} | FILE_TIER}, "decode.flags.draft-model remembers"
+    ),
+    "tiers of no cache": (
+        {"prefill": {"flags": {"prefill-cache": "off"}} | FILE_TIER}, "prefill.flags.prefill-cache has"
+    ),
+    "a directory of no node's": (
+        {"decode": file_tier("hostPath")}, "decode.tiers.file.path must say which"
+    ),
+    "a claim without its name": (
+        {"decode": file_tier("claim")}, "decode.tiers.file.claimName must say which"
+    ),
+    **{
+        f"a tier's {name} with another volume": (
+            {"decode": file_tier(volume, **SOURCES[volume], **{name: value})}, f"tiers.file.{name} is for"
+        )
+        for name, value, volume in [
+            ("path", "/tiers", "emptyDir"),
+            ("medium", "Memory", "claimTemplate"),
+            ("storageClassName", "fast", "claim"),
+            ("claimName", "tiers", "hostPath"),
+        ]
     },
     "two engines": ({"decode": GPU}, "must be the same"),
     "a name of clients without mutual TLS": (

@@ -144,6 +144,9 @@ livenessProbe:
 {{- if .values.apiKeysSecret }}
 - {name: api-keys, mountPath: /etc/isthmus/api-keys, readOnly: true}
 {{- end }}
+{{- if dig "tiers" "file" "size" "" .values }}
+- {name: tier, mountPath: /var/lib/isthmus/tier}
+{{- end }}
 {{- with .values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -185,6 +188,7 @@ livenessProbe:
 - name: api-keys
   secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
+{{- include "isthmus.tierVolume" .values }}
 {{- with .values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -214,4 +218,38 @@ initContainers:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Of a worker's values; a claim template is the StatefulSet's. */}}
+{{- define "isthmus.tierVolume" }}
+{{- $file := dig "tiers" "file" dict . }}
+{{- if and $file.size (ne (toString $file.volume) "claimTemplate") }}
+- name: tier
+{{- if eq $file.volume "emptyDir" }}
+  emptyDir: {medium: {{ $file.medium | quote }}, sizeLimit: {{ include "isthmus.tierBytes" . | include "isthmus.mebibytes" }}}
+{{- else if eq $file.volume "hostPath" }}
+  hostPath: {path: {{ $file.path | quote }}, type: Directory}
+{{- else }}
+  persistentVolumeClaim: {claimName: {{ $file.claimName | quote }}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Of the files of a pod's tiers, in bytes. */}}
+{{- define "isthmus.tierBytes" -}}
+{{- include "isthmus.bytes" (trimSuffix "B" .tiers.file.size) | float64 | mulf (float64 .dpSize) | printf "%.0f" -}}
+{{- end -}}
+
+{{/* What a pod's tiers take of its memory, in bytes. */}}
+{{- define "isthmus.tierMemory" -}}
+{{- $bytes := 0.0 -}}
+{{- with .tiers.memory }}{{ $bytes = include "isthmus.bytes" (trimSuffix "B" .) | float64 | mulf (float64 $.dpSize) }}{{ end -}}
+{{- if and .tiers.file.size (eq .tiers.file.volume "emptyDir") (eq .tiers.file.medium "Memory") -}}
+{{- $bytes = include "isthmus.tierBytes" . | float64 | addf $bytes -}}
+{{- end -}}
+{{ printf "%.0f" $bytes }}
+{{- end -}}
+
+{{- define "isthmus.mebibytes" -}}
+{{- divf (float64 .) 1048576.0 | ceil | printf "%.0fMi" -}}
 {{- end -}}

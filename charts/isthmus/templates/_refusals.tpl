@@ -44,7 +44,7 @@
 {{- fail "router.flags.plans has local, and engine sglang's decode computes no prompts: [remote]" -}}
 {{- end -}}
 {{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
-{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "kv-tier" "pull" "hand-over-s") $drafting -}}
+{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "pull" "hand-over-s") $drafting -}}
 {{- if hasKey $worker.flags . -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
@@ -52,6 +52,9 @@
 {{- end -}}
 {{- end -}}
 {{- include "isthmus.pageRefusals" . -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- include "isthmus.tierRefusals" (dict "role" $role "worker" (index $.Values $role)) -}}
+{{- end -}}
 {{- if ne (eq .Values.prefill.engine "sglang") (eq .Values.decode.engine "sglang") -}}
 {{- fail "prefill.engine and decode.engine must be the same: KV of one engine is not the other's" -}}
 {{- end -}}
@@ -88,6 +91,39 @@
 {{- fail (printf "router.autoscaling.minReplicas is above maxReplicas: %d and %d" (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- end -}}
 {{- if $scaling.enabled }}{{ include "isthmus.scalingRefusals" .Values.router }}{{ end -}}
+{{- end -}}
+
+{{/* Where ranks refuse tiers, and what says nothing without another value. {role, worker} */}}
+{{- define "isthmus.tierRefusals" -}}
+{{- $worker := .worker -}}
+{{- $file := $worker.tiers.file -}}
+{{- $own := dict "path" "hostPath" "medium" "emptyDir" "storageClassName" "claimTemplate" "claimName" "claim" -}}
+{{- range $name, $volume := $own -}}
+{{- if and (index $file $name) (or (not $file.size) (ne $file.volume $volume)) -}}
+{{- fail (printf "%s.tiers.file.%s is for a file with a size, and volume %s" $.role $name $volume) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $file.size (eq $file.volume "hostPath") (not $file.path) -}}
+{{- fail (printf "%s.tiers.file.volume is hostPath, so %s.tiers.file.path must say which" .role .role) -}}
+{{- end -}}
+{{- if and $file.size (eq $file.volume "claim") (not $file.claimName) -}}
+{{- fail (printf "%s.tiers.file.volume is claim, so %s.tiers.file.claimName must say which" .role .role) -}}
+{{- end -}}
+{{- if or $worker.tiers.memory $file.size -}}
+{{- if eq $worker.engine "sglang" -}}
+{{- fail (printf "%s.tiers is for engine torch: SGLang has its own way with that" .role) -}}
+{{- end -}}
+{{- if gt (int $worker.gpus) 0 -}}
+{{- fail (printf "%s.tiers: a pool on a GPU has no tiers yet" .role) -}}
+{{- end -}}
+{{- if hasKey $worker.flags "draft-model" -}}
+{{- fail (printf "%s.tiers: what %s.flags.draft-model remembers has no tier yet" .role .role) -}}
+{{- end -}}
+{{- $cache := printf "%s-cache" .role -}}
+{{- if has (index $worker.flags $cache | default "on" | toString) (list "off" "false") -}}
+{{- fail (printf "%s.tiers keeps what %s.flags.%s has, which is off" .role .role $cache) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What the services refuse too; the file is written from their code. {root, role, arguments} */}}
