@@ -360,6 +360,7 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
         "etcd-user",
         "etcd-password-file",
         "rank-index",
+        "kv-tier",
         "kv-tier-fd",
         "chunk-size",
         "api-key-file",
