@@ -6,6 +6,7 @@ from services.index.keys import NAME, NAME_FORM
 from services.settings.flags import Bounds, setting
 from services.values.errors import ConfigError
 
+DEFAULT_HAND_OVER_S = 10.0
 _NOT_SGLANG = (
     "itl_target_ms",
     "protected_cache_share",
@@ -34,7 +35,7 @@ class RankConfig(EngineConfig):
         10, "TTL of the rank's etcd lease; without it the rank counts as suspect", bounds=Bounds(at_least=1)
     )
     hand_over_s: float = setting(
-        10.0,
+        DEFAULT_HAND_OVER_S,
         "seconds in which other ranks may take over what this one has cached, when it is drained or, on top "
         "of --grace-s, stopped; 0: none are asked",
         bounds=Bounds(at_least=0),

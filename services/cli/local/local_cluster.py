@@ -34,6 +34,7 @@ from services.observe import log_lines
 from services.process import supervisor
 from services.process.health import Lifecycle, ProcessPhase
 from services.process.notify import listening
+from services.rank.rank_config import DEFAULT_HAND_OVER_S
 from services.router.router_config import RouterConfig
 from services.settings.cluster_config import ClusterConfig
 from services.values.errors import ConfigError, Unavailable
@@ -43,7 +44,6 @@ log = logging.getLogger(__name__)
 
 _LAST_LINES_S = 5.0  # We wait this long for the last lines of a process that has ended.
 
-_GRACE_FLAG = "--grace-s="
 # A supervisor gives its ranks 15 s more to stop their engines (rank/main.py), and needs some time itself.
 _AFTER_GRACE_S = 20.0
 
@@ -90,14 +90,18 @@ class Child:
 
     @property
     def stop_timeout_s(self) -> float:
-        """Return how long a service may take to stop, which its own --grace-s decides. A value that is no
-        number is skipped: the service refuses it.
-        """
-        grace_s = ClusterConfig().grace_s
+        """Return how long a service may take to stop: its own --grace-s, and a worker's --hand-over-s."""
+        is_worker = any(text.startswith("--worker=") for text in self.command)
+        hand_over_s = self._seconds("--hand-over-s=", DEFAULT_HAND_OVER_S) if is_worker else 0.0
+        return self._seconds("--grace-s=", ClusterConfig().grace_s) + hand_over_s + _AFTER_GRACE_S
+
+    def _seconds(self, flag: str, default: float) -> float:
+        """Return the flag's last value. One that is no number is skipped: the service refuses it."""
+        found = default
         for text in self.command:
             with suppress(ValueError):
-                grace_s = float(text.removeprefix(_GRACE_FLAG)) if text.startswith(_GRACE_FLAG) else grace_s
-        return grace_s + _AFTER_GRACE_S
+                found = float(text.removeprefix(flag)) if text.startswith(flag) else found
+        return found
 
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         with suppress(ProcessLookupError):

@@ -42,6 +42,9 @@ def test_how_long_children_are_waited_for(subtests):
         (["--grace-s=5"], 25.0),
         (["--grace-s=5", "--port=1", "--grace-s=600"], 620.0),
         (["--grace-s=soon"], 50.0),
+        (["--worker=d"], 60.0),
+        (["--worker=d", "--grace-s=5", "--hand-over-s=90"], 115.0),
+        (["--worker=d", "--hand-over-s=0"], 50.0),
     ]:
         with subtests.test("nobody is killed before its grace is over", flags=flags, timeout_s=timeout_s):
             assert Child("decode", ["python", *flags], None, None, None).stop_timeout_s == timeout_s

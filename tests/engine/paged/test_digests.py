@@ -72,7 +72,7 @@ async def test_a_page_that_comes_changed(subtests, spoiling, caplog):
             with caplog.at_level(logging.ERROR), pytest.raises(KvCorrupt, match="1 of 6 pages"):
                 await pair.generate(PROMPT)
             (told,) = [r.getMessage() for r in caplog.records if "kv_digest_mismatch" in r.getMessage()]
-            assert "request_id=r1 prefill=prefill/0" in told and "page=" in told
+            assert "request_id=r1 writer=prefill/0" in told and "page=" in told
             await pair.assert_nothing_held()
             # Nothing of it is in the tree: all of it moves again, and is right.
             again = await pair.generate(PROMPT)

@@ -110,7 +110,7 @@ class Delta:
         if not self._want_digests or not digests:
             return 0
         if len(digests) != num_units:
-            raise PeerFailed(f"prefill sent {len(digests)} digests of {num_units} pages")
+            raise PeerFailed(f"the writer sent {len(digests)} digests of {num_units} pages")
         wrong = await asyncio.to_thread(differing_pages, digests, self._units, self.engine.read_pages)
         if wrong:
             self._log_corrupt(wrong)
@@ -119,7 +119,7 @@ class Delta:
 
     def _log_corrupt(self, wrong: tuple[tuple[int, PageId], ...]) -> None:
         log.error(
-            "kv_digest_mismatch request_id=%s prefill=%s room=%016x group=%d page=%d differing=%d pages=%d",
+            "kv_digest_mismatch request_id=%s writer=%s room=%016x group=%d page=%d differing=%d pages=%d",
             self._request_id,
             self._link.address.id,
             self._transfer_id,
@@ -135,4 +135,4 @@ def _check_bytes(landed: Landed, due: tuple[int, ...]) -> None:
         # The writer may report any number of groups.
         by_group = told if len(told) == len(due) else (sum(told),)
         moved, expected = (" + ".join(map(str, sizes)) for sizes in (by_group, due))
-        raise PeerFailed(f"prefill says that {moved} bytes landed where {expected} were due")
+        raise PeerFailed(f"the writer says that {moved} bytes landed where {expected} were due")
