@@ -70,6 +70,20 @@ def read_config(model: str) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def free_beside_tiers(workers: Sequence[EngineConfig], free_bytes: int, total_bytes: int) -> int:
+    """Return what is free once all ranks have their tiers in memory, which are allocated at the start.
+
+    Raises:
+        Unavailable: they do not fit into what is free now.
+        ConfigError: they do not fit into all the memory there is.
+    """
+    tier_bytes = sum(worker.tiers.memory_bytes * worker.dp_size for worker in workers)
+    if tier_bytes and tier_bytes >= free_bytes:  # The process would be killed while it allocates them.
+        message = f"--kv-tier: {tier_bytes} bytes of memory do not fit into {free_bytes} that are free"
+        raise (ConfigError if tier_bytes >= total_bytes else Unavailable)(message)
+    return free_bytes - tier_bytes
+
+
 def pool_pages(ranks: Sequence[RanksMemory], free_bytes: int, total_bytes: int) -> int:
     """Return how many pages each of the ranks is to have that were not given a number.
 

@@ -27,7 +27,7 @@ import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from services.engine.base import Engine
-from services.engine.pool_memory import pool_pages, ranks_memory, read_config
+from services.engine.pool_memory import free_beside_tiers, pool_pages, ranks_memory, read_config
 from services.etcd.etcd_client import Etcd
 from services.host import descriptors, memory
 from services.host.ports import bindable, host_port, is_loopback
@@ -50,7 +50,7 @@ from services.rank.rank_metrics import DigestMetrics, EngineCollector, HandOverM
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
-from services.values.errors import ConfigError, Unavailable, root_cause
+from services.values.errors import root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import Registration
 from services.wire.isthmus.v1 import rank_pb2_grpc
@@ -211,11 +211,7 @@ def with_pool(config: RankConfig) -> RankConfig:
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
     if ranks is None or free_bytes is None or total_bytes is None:
         return config
-    tier_bytes = config.tiers.memory_bytes * ranks.count
-    if tier_bytes >= free_bytes:  # The process would be killed while it allocates them.
-        message = f"--kv-tier: {tier_bytes} bytes of memory do not fit into {free_bytes} that are free"
-        raise (ConfigError if tier_bytes >= total_bytes else Unavailable)(message)
-    free_bytes -= tier_bytes
+    free_bytes = free_beside_tiers([config], free_bytes, total_bytes)
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
         pool_pages([ranks], free_bytes, total_bytes)  # This raises an error if they do not fit.

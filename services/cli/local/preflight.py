@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from services.engine.pool_memory import pool_pages, ranks_memory
+from services.engine.pool_memory import free_beside_tiers, pool_pages, ranks_memory
 from services.etcd.embedded import etcd_binary
 from services.host.ports import listen
 from services.model.model_config import disagreement
@@ -83,7 +83,7 @@ def check_memory(
     here = [found for rank in ranks if (found := ranks_memory(rank, config)) is not None]
     if not here:
         return None
-    pages = pool_pages(here, free_bytes, total_bytes)
+    pages = pool_pages(here, free_beside_tiers(ranks, free_bytes, total_bytes), total_bytes)
     return pages if any(each.kv_pages is None for each in here) else None
 
 

@@ -145,6 +145,7 @@ def test_memory(subtests, checkpoint, monkeypatch):
         ),
         (("--dtype=float32",), 50, "take 92.7 GiB, 89.7 GiB of it weights"),
         (("--kv-pages=300",), 50, r"take 54\.2 GiB, .* are free: --kv-pages=122 would fit"),
+        (("--kv-tier=memory:20GiB",), 50, r"--kv-tier: \d+ bytes of memory do not fit into"),
         (("--device=cuda",), 1, ""),
         (("--engine=fake",), 1, ""),
         ((), None, ""),
@@ -164,7 +165,11 @@ def test_memory(subtests, checkpoint, monkeypatch):
             with pytest.raises(ConfigError, match=said):
                 preflight.check_memory(checkpoint, ranks, free, free)
     # Of three ranks, whose weights take 44.9 GiB.
-    for flags, free_gib, pages in [((), 50, 61), ((), 1000, 2048), (("--kv-pages=9",), 50, None)]:
+    tiers = ("--kv-tier=memory:1GiB",)
+    for flags, free_gib, pages in [
+        *(((), 50, 61), (tiers, 53, 61), ((), 1000, 2048)),
+        (("--kv-pages=9",), 50, None),
+    ]:
         with (
             subtests.test(
                 "a pool that nobody sizes has half of what is left",
