@@ -241,7 +241,7 @@ class Processes:
         for path in slab_files(self.tiers):
             if path.parent.name == rank:
                 self._log(f"=== {fault.kind} {path}")
-                _spoil(path, fault.kind, chance)
+                spoil(path, fault.kind, chance)
                 return True
         return False
 
@@ -328,7 +328,7 @@ class _EagerCluster(LocalCluster):
         return await LocalCluster.start_child(self, name, eager, flags)
 
 
-def _spoil(path: Path, kind: Kind, chance: random.Random) -> None:
+def spoil(path: Path, kind: Kind, chance: random.Random) -> None:
     size = path.stat().st_size
     match kind:
         case Kind.FLIP:

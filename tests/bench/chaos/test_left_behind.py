@@ -1,4 +1,5 @@
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from multiprocessing import shared_memory as shm
 import pytest
 
 from bench.chaos.left_behind import marked_processes, shared_memory, signal_all
+from bench.chaos.processes import spoil
+from bench.chaos.schedule import Kind
+from bench.soak.ranks import Ranks
 
 pytestmark = pytest.mark.long
 
@@ -35,3 +39,27 @@ def test_what_is_left_behind(subtests):
         finally:
             segment.unlink()
         assert name not in shared_memory()
+
+
+def test_files_of_tiers(subtests, tmp_path):
+    ranks = Ranks()
+    ranks.note("decode-0", f"rank_started rank=0 pid={os.getpid()}")
+    path = tmp_path / "blocks"
+    path.write_bytes(bytes(4096))
+    with subtests.test("one file and two names of one memory are a rank's own"):
+        opened = [os.memfd_create("isthmus-tier-0") for _ in range(2)] + [os.open(path, os.O_RDONLY)]
+        assert ranks.tier_files_too_many() == {}
+        for more in (lambda: os.memfd_create("isthmus-tier-0"), lambda: os.open(path, os.O_RDONLY)):
+            opened.append(more())
+            assert ranks.tier_files_too_many()
+            os.close(opened.pop())
+        assert ranks.tier_files_too_many() == {}
+        for fd in opened:
+            os.close(fd)
+    for kind in (Kind.FLIP, Kind.CUT, Kind.REMOVE):
+        with subtests.test("a file is spoilt", kind=kind):
+            before = path.read_bytes()
+            spoil(path, kind, random.Random(3))
+            assert not path.exists() or path.read_bytes() != before
+            assert kind is not Kind.FLIP or path.stat().st_size == len(before)
+    assert not path.exists()
