@@ -1,6 +1,7 @@
 """`python -m services.router` runs one router. Any number of routers share a cluster."""
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -20,6 +21,7 @@ from services.settings.flags import load, refusing
 from services.settings.named_models import resolved
 
 _PROG = "isthmus-router"
+_MORE_OBJECTS = 10_000
 
 log = logging.getLogger("services.router")
 
@@ -31,6 +33,7 @@ def main() -> None:
         name = config.name or f"router-{secrets.token_hex(3)}"
         log_lines.log_service(name, config.log_level, config.log_format)
         _do_without_torch()
+        _collect_rarely()
         log_lines.event(log, "open_files", limit=descriptors.raise_limit())
         asyncio.run(_run(config, name))
 
@@ -40,6 +43,15 @@ def _do_without_torch() -> None:
     that a module does not exist (Python's reference, the module cache)."""
     sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # It would warn that torch is missing.
+
+
+def _collect_rarely() -> None:
+    """Let the garbage collector look for reference cycles when there are 10,000 more objects, not 700.
+
+    A request's objects are in no cycle, so they are freed without it. With a thousand requests at once, its
+    search takes a seventh of a router's time by Python's default.
+    """
+    gc.set_threshold(_MORE_OBJECTS, *gc.get_threshold()[1:])
 
 
 async def _run(config: RouterConfig, name: str) -> None:
