@@ -287,30 +287,32 @@ class Generator:
         self, request: generation_pb2.GenerateRequest, timeout_s: float, deadline: float
     ) -> ClientRequest:
         try:
-            checked = await self._check(request)
+            checked = await self._check(request, deadline)
             if self.is_running(checked.tenant, checked.request_id):
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
             self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
         except IsthmusError as error:
             self._metrics.rejected(error)
             raise
-        return replace(checked, deadline=deadline)
+        return checked
 
-    async def _check(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
-        checked = self._read(request)
+    async def _check(
+        self, request: generation_pb2.GenerateRequest, deadline: float = math.inf
+    ) -> ClientRequest:
+        checked = self._read(request, deadline)
         if (constraint := checked.sampling.constraint) is not None:
             await self._grammars.beside(self._grammars.check, constraint)
         if checked.sampling.bad_words:
             checked = await asyncio.to_thread(self._banned, checked)
         checked.sampling.check_vocabulary(self._tokenizer.vocab_size)
-        return replace(checked, runs_few=self._runs_few(checked.tenant))
+        return checked
 
     def _banned(self, checked: ClientRequest) -> ClientRequest:
         sampling = checked.sampling
         bad = (*sampling.bad_token_ids, *banned_ids(self._tokenizer, sampling.bad_words))
         return replace(checked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
 
-    def _read(self, request: generation_pb2.GenerateRequest) -> ClientRequest:
+    def _read(self, request: generation_pb2.GenerateRequest, deadline: float) -> ClientRequest:
         self._check_model(request.model)
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
@@ -336,12 +338,14 @@ class Generator:
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             priority=request.priority,
+            runs_few=self._runs_few(request.tenant),
             operation=story.operation_of(request),
             constraint=constraint,
             tools=tools,
             answers=answers,
             answered=answered,
             tells_logprobs=tells_logprobs,
+            deadline=deadline,
         )
 
     async def _encoded(
