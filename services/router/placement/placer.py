@@ -184,11 +184,11 @@ class Placer:
     def explain(self, asked: Asked, tie: float) -> Decision | Nowhere:
         """Decide as `place` does, but look at every rank and compare enough of them to be shown."""
         snapshot = self._snapshot(asked)
-        request, decodes, prefills = self._looked_at(snapshot, self._all)
+        request, decodes, prefills, holders = self._looked_at(snapshot, self._all)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
         try:
             decision = place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
-            return self._insured(decision, snapshot)
+            return self._insured(decision, holders)
         except (NoCapacity, Unavailable) as error:
             all_decodes, all_prefills = exclusion.beside_others(request, decodes, prefills)
             return Nowhere(str(error), (*all_decodes, *all_prefills))
@@ -196,11 +196,11 @@ class Placer:
     def _place(
         self, snapshot: RankSnapshot, tie: float, find: Callable[[_Side, RankSnapshot], list[Found]]
     ) -> Decision:
-        request, decodes, prefills = self._looked_at(snapshot, find)
+        request, decodes, prefills, holders = self._looked_at(snapshot, find)
         bandwidth, weights = self._balance.bandwidth, self._settings.weights
-        return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), snapshot)
+        return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), holders)
 
-    def _insured(self, decision: Decision, snapshot: RankSnapshot) -> Decision:
+    def _insured(self, decision: Decision, holders: Sequence[Holder]) -> Decision:
         """Add a source where none was chosen because the computing rank is predicted to hold the prompt.
 
         If the prediction is right, the rank does not use the source.
@@ -209,14 +209,14 @@ class Placer:
         computing = chosen.prefill or chosen.decode
         if chosen.source is not None or computing.reused_tokens <= computing.indexed_reused_tokens:
             return decision
-        holders = self._sources.holders(snapshot)
         if holders and (sources := self._sources.of(computing.as_indexed, holders)):
             return replace(decision, chosen=replace(chosen, source=sources[0]))
         return decision
 
     def _looked_at(
         self, snapshot: RankSnapshot, find: Callable[[_Side, RankSnapshot], list[Found]]
-    ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate]]:
+    ) -> tuple[PlacementRequest, list[DecodeCandidate], list[PrefillCandidate], Sequence[Holder]]:
+        """Return the request, the candidates of both roles, and the ranks that one may pull from."""
         asked = snapshot.asked
         receivers = find(self._receiving(asked), snapshot)
         senders = find(self._prefills, snapshot) if Plan.REMOTE in asked.plans else []
@@ -232,7 +232,8 @@ class Placer:
             prefills = [self._with_sources(prefill, holders) for prefill in prefills]
             if Plan.LOCAL in asked.plans:
                 decodes = [self._with_sources(decode, holders) for decode in decodes]
-        return self._request(asked, bound_s(asked.max_wait_s, decodes, prefills)), decodes, prefills
+        max_wait_s = bound_s(asked.max_wait_s, decodes, prefills)
+        return self._request(asked, max_wait_s), decodes, prefills, holders
 
     def _with_sources(self, candidate: _Candidate, holders: Sequence[Holder]) -> _Candidate:
         sources = self._sources.of(candidate, holders)
