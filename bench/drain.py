@@ -16,8 +16,9 @@ first, off and on, on and off ... TTFT is the router's own. Cells:
 was found, on the side that hands over. `hit_of_handed` is what the router finds at the other ranks right
 after the drain, over what was handed over. `reused_of_handed` is what the next turns found of it, which need
 pages of full pools themselves. `others_hit` is what was found of what the others held before, right after the
-drain. `drain_s` is the time that `isthmus drain` takes. The others' pools are touched before, as those of ranks
-that have served are: the kernel needs longer for a first touch than a copy takes. `--untouched` leaves that out.
+drain. `drain_s` is the time that `isthmus drain` takes. The others' pools are touched before, as those of
+ranks that have served are: the kernel needs longer for a first touch than a copy takes. `--untouched` leaves
+that out.
 """
 
 import argparse
