@@ -133,11 +133,14 @@ class Simulation:
         )
         self.jobs.append(job)
         policy.sent(job)
-        computing = job.prefill or job.decode
-        tokens = request.prompt_tokens - computing.reused_tokens(request)
-        self._on_its_way[computing] = self._on_its_way.get(computing, 0) + tokens
+        if isinstance(policy, Oracle):
+            self._note_on_its_way(job)
         self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
-        hops = 1 if job.prefill is None else 2
+
+    def _note_on_its_way(self, job: Job) -> None:
+        computing, hops = job.prefill or job.decode, 1 if job.prefill is None else 2
+        tokens = job.request.prompt_tokens - computing.reused_tokens(job.request)
+        self._on_its_way[computing] = self._on_its_way.get(computing, 0) + tokens
         self._events.after(hops * self._setting.timing.hop_s, self._there, computing, tokens)
 
     def _send_followers(self, job: Job) -> None:

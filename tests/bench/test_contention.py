@@ -150,8 +150,8 @@ def test_every_policy_serves_sessions():
 
 def test_a_cell_is_the_same_for_all_policies():
     cell = Cell(Fleet("documents", "2+6"), "closed", 0.95, 0.1)
-    assert cell.requests() == cell.requests()
-    assert len(cell.requests()) >= 1_000
+    requests = cell.requests()
+    assert requests == cell.requests() and len(requests) >= 600
 
 
 def row(policy: str, **figures: float) -> dict[str, object]:
