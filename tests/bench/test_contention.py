@@ -132,7 +132,7 @@ def test_rules_of_peers(subtests):
 
 @pytest.mark.long
 def test_every_policy_serves_sessions():
-    requests = open_arrivals(WORKLOADS["agents"](3, 40), 2.0, 3)
+    requests = open_arrivals(WORKLOADS["mixed"](3, 40), 2.0, 3)
     fleet = Fleet("agents", "8").setting
     for policy in (*CELL_POLICIES, *ONE_PLAN):
         setting = Setting(1, 2, blocks=800, timing=fleet.timing)
