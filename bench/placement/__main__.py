@@ -29,7 +29,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from bench.placement import cells
-from bench.placement.figures import counts_of, means_of, ratios, verdicts
+from bench.placement.figures import counts_of, goals_of, means_of, ratios, verdicts
 from bench.placement.generators import WORKLOADS
 from bench.placement.goals import PooledHits, goals
 from bench.placement.ranks import Timing
@@ -66,19 +66,23 @@ def _contend(arguments: argparse.Namespace) -> None:
     rows: list[Row] = []
     tables: dict[str, list[list[Row]]] = {layout: [] for layout in layouts}
     found: list[dict[str, str]] = []
+    wanted: list[Row] = []
     chosen = cells.cells_of(arguments.workloads, layouts, arguments.quick)
     for cell, by_policy in cells.run_cells(chosen, policies, arguments.processes):
         rows += by_policy.values()
         compared = verdicts(by_policy, cells.PEER_POLICIES)
         found.append(compared)
+        wanted += goals_of(cell.name, by_policy, cells.PEER_POLICIES, cell.is_busy)
         tables[cell.fleet.layout].append(ratios(by_policy))
         print(f"{cell.columns()} {compared}", table(tables[cell.fleet.layout][-1]), sep="\n", flush=True)
     for layout, of_layout in tables.items():
         print(f"layout {layout}: means over {len(of_layout)} cells, as ratios to ours", flush=True)
         print(table(means_of(of_layout)))
+    if missed := [goal for goal in wanted if not goal["met"]]:
+        print(f"{len(missed)} of {len(wanted)} goals are not met:", table(missed), sep="\n")
     print(counts_of(found))
     if arguments.json is not None:
-        constants: Row = {"timing": asdict(cells.TIMING), "counts": counts_of(found)}
+        constants: Row = {"timing": asdict(cells.TIMING), "counts": counts_of(found), "goals": wanted}
         write_json(arguments.json, "placement", constants, rows)
 
 

@@ -100,6 +100,15 @@ class Cell:
             "load": self.load,
         }
 
+    @property
+    def name(self) -> str:
+        return "/".join(str(value) for value in self.columns().values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether it is one of those of agents of which most is wanted."""
+        return self.fleet.workload == "agents" and self.load in (0.8, 0.95)
+
     def requests(self) -> list[TraceRequest]:
         """Return those of a fleet and a length, which are the same whatever the load but for their times."""
         fleet, session_s = self.fleet, CAPACITIES[self.fleet.workload].session_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
 from bench.placement.ranks import Job
-from bench.report import Row
+from bench.report import Row, verdict
 
 NEW_TOKENS = (1_000, 4_000, 16_000)  # The edges between lengths of new parts.
 _TTFT_S, _TTFT_TIMES, _ITL_S = 2.0, 2.0, 0.2
@@ -114,6 +114,27 @@ def ratios(by_policy: Mapping[str, Row]) -> list[Row]:
         {"policy": policy} | {figure.name: _ratio(row, ours, figure.name) for figure in FIGURES}
         for policy, row in by_policy.items()
     ]
+
+
+def goals_of(at: str, by_policy: Mapping[str, Row], peers: Iterable[str], is_busy: bool) -> list[Row]:
+    """Return what is wanted of ours in one cell, and whether it is so; of busy agents more is wanted."""
+    rows, ours = [by_policy[peer] for peer in peers if peer in by_policy], by_policy["ours"]
+    found: list[Row] = []
+
+    def judge(goal: str, sign: str, wanted: float, name: str, beside: Sequence[Row]) -> None:
+        known = [ratio for row in beside if (ratio := _ratio(ours, row, name)) is not None]
+        if known:
+            got = max(known) if sign == "<=" else min(known)
+            found.append({"at": at} | verdict(goal, sign, wanted, got))
+
+    if is_busy:
+        judge("mean TTFT / best peer's", "<=", 0.75, "ttft_mean_s", rows)
+        judge("goodput / best peer's", ">=", 1.15, "goodput_per_s", rows)
+    judge(
+        "mean TTFT / oracle's", "<=", 1.25, "ttft_mean_s", [by_policy[o] for o in by_policy if o == "oracle"]
+    )
+    judge("TTFT p99 of short prompts / best peer's", "<=", 1.1, "short_ttft_p99_s", rows)
+    return found
 
 
 def means_of(tables: Sequence[Sequence[Row]]) -> list[Row]:

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from bench.placement.cells import CELL_POLICIES, Cell, Fleet
-from bench.placement.figures import counts_of, jain, means_of, ratios, verdicts
+from bench.placement.figures import counts_of, goals_of, jain, means_of, ratios, verdicts
 from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, closed_arrivals, open_arrivals
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
 from bench.placement.settings import Setting
@@ -171,6 +171,16 @@ def test_tables(subtests):
     with subtests.test("ours is judged beside the best of the peers, within 3 %"):
         assert verdicts(rows, ("a", "b")) == expected
         assert verdicts({"ours": rows["ours"], "oracle": rows["oracle"]}, ("a",)) == {}
+    with subtests.test("goals: more of agents where they are busy, and short prompts must not pay"):
+        met = {goal["goal"]: (goal["got"], goal["met"]) for goal in goals_of("x", rows, ("a", "b"), True)}
+        assert met == {
+            "mean TTFT / best peer's": (pytest.approx(1 / 1.04), False),
+            "goodput / best peer's": (pytest.approx(2.0 / 2.05), False),
+            "mean TTFT / oracle's": (pytest.approx(10.0), False),
+            "TTFT p99 of short prompts / best peer's": (1.0, True),
+        }
+        usual = goals_of("x", rows, ("a", "b"), False)
+        assert [goal["goal"] for goal in usual] == list(met)[2:]
     with subtests.test("counts are of all cells"):
         counted = counts_of([expected, expected | {"ttft_mean_s": "loses"}])
         assert counted.startswith(
