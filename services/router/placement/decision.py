@@ -262,12 +262,15 @@ def _local_options(
     spare_ranks: int,
 ) -> list[Option]:
     ways = [pricing.local(receiver) for receiver in receivers]
-    local_s = [way.total_s for way in ways]
+    local_s = [total_s for total_s, _ in ways]
     decodes = [receiver.decode for receiver in receivers]
     crowds = [decode.running for decode in decodes]
     nothing = [0.0] * len(receivers)
     chosen = best_few(local_s, nothing, nothing, decodes, crowds, tie, spare_ranks)
-    return [ways[index] for index in _with_home(receivers, chosen, home)]
+    return [
+        Option(local_s[index], decodes[index], None, source=ways[index][1])
+        for index in _with_home(receivers, chosen, home)
+    ]
 
 
 def _remote_options(

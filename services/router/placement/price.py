@@ -216,7 +216,8 @@ class PriceList:
         return exp(-room / self.weights.usual_output_tokens) * holds / self.tokens_per_s
 
     def local_terms(self, receiver: Receiver, source: SourceCandidate | None = None) -> dict[str, float]:
-        decode, compute_s = receiver.decode, self.local_compute_s(receiver, source)
+        decode, uncached = receiver.decode, receiver.uncached if source is None else self.uncached(source)
+        compute_s = uncached / decode.prefill_tokens_per_s
         return {
             "wait_decode": receiver.wait_s,
             **self.up_terms(decode, source, receiver.wait_s),
@@ -238,11 +239,9 @@ class PriceList:
         pull_s, lend_s = self.pull(source, wait_s)
         return {"pull": pull_s, "lend": lend_s}
 
-    def local_compute_s(self, receiver: Receiver, source: SourceCandidate | None) -> float:
-        uncached = receiver.uncached
-        if source is not None:
-            uncached = max(1, self.request.prompt_tokens - source.tokens)
-        return uncached / receiver.decode.prefill_tokens_per_s
+    def uncached(self, source: SourceCandidate) -> int:
+        """Return the tokens that a rank computes which pulls from this source."""
+        return max(1, self.request.prompt_tokens - source.tokens)
 
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
@@ -300,25 +299,23 @@ class PriceList:
             total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
             yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s, sender.source)
 
-    def local(self, receiver: Receiver) -> Option:
-        decode = receiver.decode
-        best = Option(self.local_s(receiver), decode, None)
-        for source in decode.sources:
-            total_s = self.local_s(receiver, source)
-            if total_s < best.total_s:
-                best = Option(total_s, decode, None, source=source)
-        return best
+    def local(self, receiver: Receiver) -> tuple[float, SourceCandidate | None]:
+        """Return the lowest price of plan local there, and the source with which it has that."""
+        best_s, best = self.local_s(receiver, receiver.uncached), None
+        if receiver.decode.brought is not None:
+            best_s += max(0.0, receiver.decode.bring_s - receiver.wait_s)
+        for source in receiver.decode.sources:
+            total_s = self.local_s(receiver, self.uncached(source)) + sum(self.pull(source, receiver.wait_s))
+            if total_s < best_s:
+                best_s, best = total_s, source
+        return best_s, best
 
-    def local_s(self, receiver: Receiver, source: SourceCandidate | None = None) -> float:
-        """Return the sum of `local_terms`, which is added up in their order where there is no source."""
-        decode, wait_s, room_s = receiver.decode, receiver.wait_s, receiver.room_s
-        compute_s = self.local_compute_s(receiver, source)
+    def local_s(self, receiver: Receiver, uncached: int) -> float:
+        """Return the sum of `local_terms` without those of a source, added up in their order."""
+        wait_s, room_s, evict_s, outgrow_s, _, _, _, decode = receiver
+        compute_s = uncached / decode.prefill_tokens_per_s
         itl_s = self.weights.itl_weight * decode.running * compute_s
-        occupy_s = self.occupy_local * compute_s
-        own_s = sum((wait_s, compute_s, occupy_s, room_s, receiver.evict_s, itl_s, receiver.outgrow_s))
-        if source is None:
-            return own_s if decode.brought is None else own_s + max(0.0, decode.bring_s - wait_s)
-        return own_s + sum(self.pull(source, wait_s))
+        return sum((wait_s, compute_s, self.occupy_local * compute_s, room_s, evict_s, itl_s, outgrow_s))
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source

@@ -120,7 +120,8 @@ class Speeds:
         begins, begins_s = self._pull_begins.get(source), _PULL_BEGINS_S
         if begins is not None:
             begins_s = begins.faded(now, _PULL_BEGINS_S)
-        return PullPace(begins_s, self._of_link(self._sources.get(source), computing, now))
+        sender, usual = self._sources.get(source), self._usual_bandwidth.value
+        return PullPace(begins_s, usual if sender is None else self._of_link(sender, computing, now))
 
     def knows(self, rank: RankKey) -> bool:
         return rank in self._rates
@@ -130,12 +131,11 @@ class Speeds:
         return usual if learned is None else learned.faded(now, usual)
 
     def bandwidth(self, prefill: RankKey, decode: RankKey, now: float) -> float:
-        return self._of_link(self._senders.get(prefill), decode, now)
+        sender = self._senders.get(prefill)
+        return self._usual_bandwidth.value if sender is None else self._of_link(sender, decode, now)
 
-    def _of_link(self, sender: _Sender | None, receiver: RankKey, now: float) -> float:
+    def _of_link(self, sender: _Sender, receiver: RankKey, now: float) -> float:
         usual = self._usual_bandwidth.value
-        if sender is None:
-            return usual
         of_sender = sender.mean.faded(now, usual)
         link = sender.links.get(receiver)
         return of_sender if link is None else link.faded(now, of_sender)
