@@ -66,7 +66,7 @@ def test_every_pair_costs_to_the_digit_what_its_sums_in_order_are(asked, decodes
 def test_under_plan_local_the_price_is_the_sum_of_its_terms(asked, decodes):
     pricing = PriceList(asked, WEIGHTS, bandwidth, decodes, ())
     for receiver in map(pricing.receiver, decodes):
-        local_s, _ = pricing.local(receiver)
+        local_s = pricing.local_s(receiver, receiver.uncached)
         assert local_s == pricing.priced(Option(local_s, receiver.decode, None)).total_s
 
 
