@@ -10,7 +10,7 @@ first few in the order, the first few of this router's share, and the pinned ran
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
@@ -290,14 +290,21 @@ class Placer:
             yield from islice((key for key in own if snapshot.may_serve(key, side.ranks[key])), _LEAST_LOADED)
         if self._hits.telling and few:
             yield from self._resuming(side, order, snapshot, few[0])
-        yield from self._holding(side, order, snapshot, snapshot.held())
-        if (below := snapshot.below()) is not None:
-            yield from self._holding(side, order, snapshot, below)
+        below = snapshot.below()
+        for held in (snapshot.held(),) if below is None else (snapshot.held(), below):
+            yield from self._holding(side, order, snapshot, held, frozenset())
+            if self._apart:  # One of these may hide a rank that holds as much and can be sent KV.
+                yield from self._holding(side, order, snapshot, held, self._apart)
 
     def _holding(
-        self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, held: Held
+        self,
+        side: _Side,
+        order: LoadOrder,
+        snapshot: RankSnapshot,
+        held: Held,
+        without: Collection[RankKey],
     ) -> Iterator[RankKey]:
-        """Yield the ranks that hold more of the prompt than all before them."""
+        """Yield the ranks, without some, that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
             holders: Iterable[RankKey]
@@ -305,7 +312,8 @@ class Placer:
                 holders = (key for key in ranks if held.depth(key) > longest)
             else:  # A rank before those that were chosen holds less.
                 holders = order.ascending(held.beyond(longest))
-            deeper = next((key for key in holders if snapshot.may_serve(key, side.ranks[key])), None)
+            serving = (key for key in holders if snapshot.may_serve(key, side.ranks[key]))
+            deeper = next((key for key in serving if key not in without), None)
             if deeper is None:
                 return
             longest = held.depth(deeper)
