@@ -47,7 +47,8 @@ class DrainConfig(RanksConfig):
     undo: bool = setting(False, "put them back into service")
     hand_over_s: float | None = setting(
         None,
-        "seconds in which others of their role may take over what they have cached, 0: none are asked; "
+        "seconds in which others of their role may take over what they have cached, 0: none are asked, "
+        "nor when they are stopped then; "
         "default: what the rank was started with",
     )
     timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: do not wait")
