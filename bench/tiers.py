@@ -1,7 +1,7 @@
 """This benchmark measures what a tier below the KV pool gains and costs: with one against without, on the
 same requests, in one run.
 
-    PYTHONPATH=. python -m bench.tiers --json FILE
+    PYTHONPATH=.:tests python -m bench.tiers --json FILE
 
 Each side is a decode rank of the torch engine that computes its prompts itself (plan local). Both stand at
 the same time and take turns: without, with, with, without, ... Conversations of agents' shape (long contexts,
@@ -12,6 +12,9 @@ conversation comes again. TTFT counts from the submission.
     agents 3x, file    tier in a file below --directory
     all fits           .8 times the pool: nothing may be stored, and nothing may be slower
     restart            both ranks are stopped and started again; the memory of the tier is held meanwhile
+    router knows       two clusters of 4 decode ranks of the fake engine (.5 ms a token), each with a tier,
+                       whose pools hold a third of the conversations; the requests name no conversation. The
+                       router of the side "without" does not hear what lies below the pools
 
 Only ratios of one run say anything. Where answers of the two sides differ, prompts were computed in other
 chunks, and two tokens were next to equally likely: how often is told.
@@ -25,7 +28,7 @@ import random
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -35,10 +38,13 @@ from prometheus_client.core import Metric
 
 from bench.checkpoint import Size, checkpoint
 from bench.report import Row, table, verdict, write_json
+from cluster.harness import FakeCluster
 from services.engine.choose import decode_engine
 from services.engine.engine_config import EngineConfig
+from services.etcd.embedded import EmbeddedEtcd
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import GenerationRequest, SamplingParams
+from services.wire.isthmus.v1.generation_pb2 import Finish
 
 PAGE, BLOCK = 16, 64
 VOCABULARY = 500
@@ -54,12 +60,14 @@ class Cell:
     restarts: bool = False
 
 
+KNOWS = Cell("router knows", 3.0, 3.0)
 CELLS = (
     Cell("agents 1.3x", 1.3, 5.0),
     Cell("agents 3x", 3.0, 5.0),
     Cell("agents 3x, file", 3.0, 3.0, in_file=True),
     Cell("all fits", 0.8, 0.98),
     Cell("restart", 1.3, 5.0, restarts=True),
+    KNOWS,
 )
 
 
@@ -120,6 +128,80 @@ class Side:
 def _named(metrics: object, name: str) -> list[Metric]:
     assert isinstance(metrics, object)
     return [metric for metric in metrics if metric.name == name]  # type: ignore[attr-defined]
+
+
+@dataclass
+class RoutedSide:
+    """It is a cluster, and what its clients were told."""
+
+    cluster: FakeCluster
+    turns: list[Finish] = field(default_factory=list)
+
+    def hear_of_pools_alone(self) -> None:
+        async def ignore(key: object, change: object) -> None:
+            """Take no record of what lies below a pool."""
+
+        [router] = self.cluster.routers
+        vars(router.mirror.below)["apply"] = ignore
+
+    async def ask(self, ids: Sequence[int], max_tokens: int, *, measured: bool) -> list[int]:
+        tokens, finish = await self.cluster.generate(list(ids), max_tokens, timeout=120)
+        if measured:
+            self.turns.append(finish)
+        return list(tokens)
+
+
+async def measure_routed(load: Load, model: Path, directory: Path, prompt_token_s: float, seed: int) -> Row:
+    etcd = EmbeddedEtcd(directory / "etcd")
+    await etcd.start()
+    try:
+        async with AsyncExitStack() as stack:
+            sides: dict[str, RoutedSide] = {}
+            for name in SIDES:
+                cluster = _cluster(load, model, etcd.endpoint, name, prompt_token_s)
+                sides[name] = RoutedSide(await stack.enter_async_context(cluster))
+            sides["without"].hear_of_pools_alone()
+            rng = random.Random(seed)
+            contexts = [_ids(rng, load.context) for _ in range(load.conversations)]
+            for turn in range(1 + load.turns):
+                for number, context in enumerate(contexts):
+                    ids = [*context, *_ids(rng, load.delta)]
+                    for name in SIDES if (turn + number) % 2 == 0 else SIDES[::-1]:
+                        answer = await sides[name].ask(ids, load.answer, measured=turn > 0)
+                    contexts[number] = [*ids, *answer]
+        return _routed_row(sides)
+    finally:
+        await etcd.stop()
+
+
+def _cluster(load: Load, model: Path, etcd: str, side: str, prompt_token_s: float) -> FakeCluster:
+    return FakeCluster(
+        etcd,
+        model,
+        f"tiers-{side}",
+        decode=(1, 1, 1, 1),
+        prefill=(),
+        plans=("local",),
+        page_size=PAGE,
+        index_block=BLOCK,
+        chunk_size=512,
+        kv_pages=max(load.pool_pages(4 * KNOWS.working_set), 2 * -(-load.longest // PAGE)),
+        kv_tier=("memory:16MiB",),
+        fake_prompt_token_s=prompt_token_s,
+        pull="off",
+    )
+
+
+def _routed_row(sides: dict[str, RoutedSide]) -> Row:
+    row: Row = {"cell": KNOWS.name, "requests": len(sides["with"].turns)}
+    ttft_s = {name: mean(turn.stages.first_token_s for turn in side.turns) for name, side in sides.items()}
+    for name, side in sides.items():
+        usages = [turn.usage for turn in side.turns]
+        prompted = sum(usage.prompt_tokens for usage in usages)
+        row[f"{name}_ms"] = 1e3 * ttft_s[name]
+        row[f"reused_{name}"] = sum(usage.reused_tokens for usage in usages) / prompted
+        row[f"brought_{name}"] = sum(usage.brought_tokens for usage in usages) / prompted
+    return row | {"ratio": ttft_s["without"] / ttft_s["with"]}
 
 
 async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads: int, seed: int) -> Row:
@@ -213,7 +295,11 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
     with checkpoint(size, arguments.checkpoint) as model, TemporaryDirectory(dir=arguments.directory) as tier:
         for cell in CELLS:
             if arguments.only in cell.name:
-                row = await measure(cell, load, model, Path(tier), arguments.threads, arguments.seed)
+                if cell is KNOWS:
+                    routed = replace(load, conversations=12 if arguments.quick else 24)
+                    row = await measure_routed(routed, model, Path(tier), 0.0005, arguments.seed)
+                else:
+                    row = await measure(cell, load, model, Path(tier), arguments.threads, arguments.seed)
                 print(table([row]), flush=True)
                 rows.append(row)
     return rows

@@ -31,6 +31,7 @@ INDEX_BLOCK = 64
 NUM_RANKS = 64
 ENTRIES = 1_000_000
 RESUMABLE = 200_000
+BELOW_A_RANK = 125_000  # So many blocks of 8 MiB are in a tier of 1 TB.
 KEYS = ClusterKeys("bench")
 _PASSES, _MATCHES, _COLD_MATCHES = 5, 1000, 100
 _FLUSHING_BYTES = 128 << 20  # more than caches hold
@@ -230,13 +231,24 @@ def memory_rows(rng: np.random.Generator) -> list[Row]:
     before_bytes = _resident_bytes()
     for number in range(NUM_RANKS):
         index.checkpoints.add(life(number).key, hashes_of(draw_hashes(rng, RESUMABLE // NUM_RANKS)))
-    return [blocks_row, _memory_row("resumable blocks", len(index.checkpoints), before_bytes)]
+    resumable_row = _memory_row("resumable blocks", len(index.checkpoints), before_bytes)
+    return [blocks_row, resumable_row, _below_row(rng)]
+
+
+def _below_row(rng: np.random.Generator) -> Row:
+    """No two ranks keep the same below their pools, which is the most entries; half of it is in files."""
+    index = PrefixIndex()
+    before_bytes = _resident_bytes()
+    for number in range(NUM_RANKS):
+        kept = hashes_of(draw_hashes(rng, BELOW_A_RANK))
+        index.take_snapshot(life(number), kept, kept[::2])
+    return _memory_row("blocks below", index.total_blocks, before_bytes)
 
 
 def _memory_row(what: str, entries: int, before_bytes: int) -> Row:
     gc.collect()
     grown_bytes = _resident_bytes() - before_bytes
-    return {"of": what, "entries": entries, "bytes per entry": grown_bytes / entries}
+    return {"of": what, "entries": entries, "bytes per entry": grown_bytes / entries, "MB": grown_bytes / 1e6}
 
 
 def _resident_bytes() -> int:

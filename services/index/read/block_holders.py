@@ -217,13 +217,8 @@ class BlockHolders:
         """Return `runs`, and ascending (depth, mask): from there on the blocks are in all of these columns,
         shown or not. Where a column that is not shown changes twice between equal sets, that is not seen.
         """
-        changes = list(self._changes_along(hashes))
-        layers, last, masks = list[Run](), -1, self._sets.masks
-        for depth, number in changes:
-            if number != last:
-                last = number
-                layers.append((depth, masks[number]))
-        return self._runs_of(changes, len(hashes)), layers
+        changes, masks = list(self._changes_along(hashes)), self._sets.masks
+        return self._runs_of(changes, len(hashes)), [(depth, masks[number]) for depth, number in changes]
 
     def _runs_of(self, changes: Iterable[tuple[int, int]], length: int) -> list[Run]:
         runs: list[Run] = []

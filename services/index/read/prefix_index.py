@@ -121,10 +121,13 @@ class Held:
         if not self._runs or (column := self._columns.get(key)) is None:
             return 0
         bit = 1 << column
-        for depth, mask in reversed(self._runs):
-            if mask & bit:
-                return depth
-        return 0
+        if not self._runs[0][1] & bit:  # This is so of most ranks, and all that hold anything are there.
+            return 0
+        return next(depth for depth, mask in reversed(self._runs) if mask & bit)
+
+    @property
+    def has_holders(self) -> bool:
+        return bool(self._runs)
 
     def num_beyond(self, depth: int) -> int:
         return self._mask(depth).bit_count()
@@ -159,10 +162,13 @@ class Held:
         return next((mask for deep, mask in self._runs if deep > depth), 0)
 
 
+_FEW_HOLDERS = 8
+
+
 class HeldBelow(Held):
     """This says the same of what lies below the pools, and which of it lies in files."""
 
-    __slots__ = ("_file_columns", "_layers")
+    __slots__ = ("_file_columns", "_layers", "few")
 
     def __init__(
         self,
@@ -172,8 +178,10 @@ class HeldBelow(Held):
         layers: list[Run],
         file_columns: dict[RankKey, int],
     ) -> None:
-        super().__init__(runs, columns, keys)
+        self._runs, self._columns, self._keys = runs, columns, keys
         self._layers, self._file_columns = layers, file_columns
+        # Most prompts are kept by few ranks: then this has all of them.
+        self.few = self.depths() if runs and runs[0][1].bit_count() <= _FEW_HOLDERS else None
 
     def in_files(self, key: RankKey, first: int, end: int) -> int:
         """Return how many of the blocks from `first` to `end`, all of which the rank holds, lie in files."""

@@ -108,9 +108,11 @@ class RankSnapshot:
         return self._held
 
     def below(self) -> HeldBelow | None:
-        """Return what lies below the ranks' pools, or None where no rank has tiers."""
-        if self._below is None and self._below_index is not None and not self._below_index.is_empty:
-            self._below = self._below_index.held_below(self.asked.hashes)
+        """Return who holds anything of the prompt below its pool; None where nobody does."""
+        if self._below_index is not None:
+            index, self._below_index = self._below_index, None
+            if not index.is_empty and (below := index.held_below(self.asked.hashes)).has_holders:
+                self._below = below
         return self._below
 
     def guessed(self) -> Guessed:
@@ -210,18 +212,22 @@ class Hits:
             else:
                 hits.append(Hit(matched, worth))
         if (below := snapshot.below()) is not None:
-            each = zip(hits, found, strict=True)
-            return [hit._replace(brought=self._brought(hit, rank, snapshot, below)) for hit, rank in each]
+            few, depth = below.few, below.depth
+            for at, (key, rank, _) in enumerate(found):
+                kept = (few.get(key, 0) if few is not None else depth(key)) * block
+                if kept > hits[at].worth and key not in telling:
+                    hits[at] = hits[at]._replace(brought=self._brought(rank, hits[at], kept, snapshot, below))
         return hits
 
-    def _brought(self, hit: Hit, found: Found, snapshot: RankSnapshot, below: HeldBelow) -> Brought | None:
-        """Return what the rank would bring up of the prompt; None if that would take no less time than
-        computing, for then it computes. A rank that keeps checkpoints has none below its pool.
+    def _brought(
+        self, rank: Registration, hit: Hit, kept: int, snapshot: RankSnapshot, below: HeldBelow
+    ) -> Brought | None:
+        """Return what the rank would bring up of the `kept` tokens; None if that would take no less time than
+        computing, for then it computes.
         """
-        key, rank, _ = found
-        matched = min(below.depth(key) * self._block, snapshot.asked.most_reused)
-        now, worth = snapshot.now(key), hit.worth
-        if matched <= worth or key in self.telling or now.load.tiers_off:
+        key, worth, matched = rank.id.key, hit.worth, min(kept, snapshot.asked.most_reused)
+        now = snapshot.now(key)
+        if now.load.tiers_off or matched <= worth:
             return None
         trust, clock = self._balance.tier_trust, self._balance.clock()
         tokens = worth + trust.worth(key, matched - worth, clock)

@@ -170,7 +170,7 @@ class RouterMetrics:
         self._pulled_bytes = counter("isthmus_pulled_bytes", "KV bytes that were moved for them.")
         self._brought = counter(
             "isthmus_brought_tokens",
-            "Prompt tokens that the computing rank got from its own tiers, for all placements of a request.",
+            "Prompt tokens that the computing rank got from its tiers.",
         )
         self._pulls = counter(
             "isthmus_pulls",
