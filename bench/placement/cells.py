@@ -6,8 +6,9 @@ ranks that do both. --capacities measures what share it serves. A policy that al
 can serve more. Closed arrivals have as many users as the open ones of that load have sessions at once, by
 Little's law.
 
-The sessions are so many that they take as long to come as one takes, and no less than 160 s; in a quick run
-two fifths of that. All of them run to their end, and the first fifth is not counted.
+The sessions are so many that they take half as long again to come as one takes, or as one of 160 s; in a
+quick run two fifths of one, so that fewer run at once than at that load in the long run. All of them run to
+their end, and the first fifth is not counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ TIMING = Timing(
 _BLOCKS = 2_000
 _SLOW_SHARE = 1 / 3
 _UNCOUNTED_SHARE = 0.2
-_LENGTHS, _LEAST_S, _LEAST_REQUESTS, _MOST_REQUESTS = 1.0, 160.0, 600, 6_000
+_LENGTHS, _LEAST_S, _LEAST_REQUESTS, _MOST_REQUESTS = 1.5, 160.0, 600, 6_000
 _QUICK_LENGTHS = 0.4
 LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "16+48": (16, 48)}
 LOADS = (0.5, 0.8, 0.95, 1.1)
