@@ -52,6 +52,12 @@ async def until_it_hangs(watch: IterationWatch, limit_s: float) -> None:
         watch.look()
 
 
+async def until_it_goes_on(watch: IterationWatch, limit_s: float) -> None:
+    while watch.looks:
+        await asyncio.sleep(limit_s / LOOKS)
+        watch.look()
+
+
 def stack_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else ""

@@ -11,6 +11,7 @@ from engine.pair import FAKE, Pair, core_of, has_crashed, settled
 from services.engine.fake import FakeRunner, continuation
 from services.engine.paged.shell import tiers
 from services.process.iteration_watch import IterationWatch
+from services.tier.slab import FileCalls
 from services.transfer.local import LocalTransport
 from services.transfer.sending import sender
 from services.values.errors import PeerFailed, Unavailable
@@ -202,3 +203,33 @@ async def test_a_disk_that_never_answers_holds_up_no_start(tmp_path, monkeypatch
         while True:
             os.fstat(opened[0]._fd)
             await asyncio.sleep(0.01)
+
+
+async def test_a_tier_whose_disk_answers_again_is_used_again(caplog):
+    answers, writes = threading.Event(), []
+
+    def pwrite(fd, buffers, at):
+        writes.append(at)
+        answers.wait()
+        return os.pwritev(fd, buffers, at)
+
+    settings = limited(1.0, kv_tier=("memory:1MiB",), kv_pages=32, index_block=8)
+    async with asyncio.timeout(WITHIN_S), Pair(settings, limited(1.0)) as pair:
+        rank = core_of(pair.decode).tiers
+        rank.thread._slabs[0]._calls = FileCalls(pwrite=pwrite)
+        prompts = [range(start, start + 60) for start in (100, 200, 300)]
+
+        async def ask():
+            for prompt in prompts:
+                answer = await pair.generate(prompt, 4, Plan.LOCAL)
+                assert answer.tokens == continuation(prompt, 4)
+
+        while not rank.is_lost:
+            await ask()
+        assert writes and pair.decode.load().tiers_off and rank.figures().tokens_down == 0
+        answers.set()
+        while rank.is_lost or not rank.figures().tokens_up:
+            await ask()
+        said = [record.getMessage().split()[0] for record in caplog.records]
+        assert said.count("tier_hangs") == said.count("tier_answers") == 1
+        await pair.assert_nothing_held()

@@ -152,7 +152,9 @@ class TierNews:
 
 @dataclass(frozen=True, slots=True)
 class GiveUpTiers:
-    """The tier's thread hangs."""
+    """The tier's thread hangs; with `are_back` it does so no more."""
+
+    are_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +308,11 @@ class EngineThread:
                 core.transfer_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
-            case TierNews() | GiveUpTiers():
+            case TierNews():
+                pass
+            case GiveUpTiers(are_back):
                 assert core.tiers is not None
-                core.tiers.is_lost |= isinstance(command, GiveUpTiers)
+                core.tiers.is_lost = not are_back
             case BeginTakeOver() | EndTakeOver() | ListIdle() | Spell():
                 self._apply_to_hand_over(core, command)
             case _:

@@ -49,7 +49,7 @@ from services.grammar.matcher import Matcher
 from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache, SequencePages
-from services.process.iteration_watch import IterationWatch, until_it_hangs
+from services.process.iteration_watch import IterationWatch, until_it_goes_on, until_it_hangs
 from services.tier.thread import TierThread
 from services.values.errors import Unavailable
 from services.values.kv import NO_EVENTS, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
@@ -203,15 +203,19 @@ class PagedEngine:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
             self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
             if self._tiers is not None:
-                self._watching.append(
-                    asyncio.create_task(self._give_up_when_hanging(self._tiers.thread), name="tier_hangs")
-                )
+                hangs = self._give_up_while_hanging(self._tiers.thread)
+                self._watching.append(asyncio.create_task(hangs, name="tier_hangs"))
 
-    async def _give_up_when_hanging(self, thread: TierThread) -> None:
-        """Continue without tiers once their thread hangs: a disk that never answers must not end the rank."""
-        await until_it_hangs(thread.watch, self._limits.step_limit_s)
-        log.critical("tier_hangs limit_s=%g\n%s", self._limits.step_limit_s, thread.stack())
-        self.post(GiveUpTiers())
+    async def _give_up_while_hanging(self, thread: TierThread) -> None:
+        """Do without tiers while their thread hangs: a disk that does not answer must not end the rank."""
+        limit_s = self._limits.step_limit_s
+        while True:
+            await until_it_hangs(thread.watch, limit_s)
+            log.critical("tier_hangs limit_s=%g\n%s", limit_s, thread.stack())
+            self.post(GiveUpTiers())
+            await until_it_goes_on(thread.watch, limit_s)
+            log.warning("tier_answers")
+            self.post(GiveUpTiers(are_back=True))
 
     async def stop(self) -> None:
         """End every request with Unavailable and stop the thread, without waiting for one that hangs.
