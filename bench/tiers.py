@@ -10,6 +10,8 @@ conversation comes again. TTFT counts from the submission.
 
     agents 1.3x, 3x    the conversations take so many times what the pool holds; tier in memory
     agents 3x, file    tier in a file below --directory
+    agents 10x, file   the same, with as many conversations as that takes
+    slow tier          reads take twice as long as computing the same tokens: nothing may be slower
     all fits           .8 times the pool: nothing may be stored, and nothing may be slower
     restart            both ranks are stopped and started again; the memory of the tier is held meanwhile
     router knows       two clusters of 4 decode ranks of the fake engine (.5 ms a token), each with a tier,
@@ -23,6 +25,7 @@ chunks, and two tokens were next to equally likely: how often is told.
 import argparse
 import asyncio
 import logging
+import math
 import os
 import random
 import secrets
@@ -41,7 +44,9 @@ from bench.report import Row, table, verdict, write_json
 from cluster.harness import FakeCluster
 from services.engine.choose import decode_engine
 from services.engine.engine_config import EngineConfig
+from services.engine.paged.shell.tiers import TierSettings
 from services.etcd.embedded import EmbeddedEtcd
+from services.tier.slab import FileCalls
 from services.values.rank import Generation, Plan, RankId
 from services.values.request import GenerationRequest, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Finish
@@ -58,6 +63,7 @@ class Cell:
     goal: float  # Mean TTFT without over with.
     in_file: bool = False
     restarts: bool = False
+    is_slow: bool = False
 
 
 KNOWS = Cell("router knows", 3.0, 3.0)
@@ -65,6 +71,8 @@ CELLS = (
     Cell("agents 1.3x", 1.3, 5.0),
     Cell("agents 3x", 3.0, 5.0),
     Cell("agents 3x, file", 3.0, 3.0, in_file=True),
+    Cell("agents 10x, file", 10.0, 3.0, in_file=True),
+    Cell("slow tier", 3.0, 0.97, is_slow=True),
     Cell("all fits", 0.8, 0.98),
     Cell("restart", 1.3, 5.0, restarts=True),
     KNOWS,
@@ -85,6 +93,24 @@ class Load:
 
     def pool_pages(self, working_set: float) -> int:
         return int(self.conversations * -(-self.longest // PAGE) / working_set)
+
+
+class Throttle:
+    """It makes the reads of slots take so long."""
+
+    delay_s = 0.0
+
+    def pread(self, fd: int, buffers: Sequence[memoryview], at: int) -> int:
+        time.sleep(self.delay_s)
+        return os.preadv(fd, buffers, at)
+
+
+class ThrottledConfig(EngineConfig):
+    throttle = Throttle()
+
+    @property
+    def tiers(self) -> TierSettings:
+        return replace(super().tiers, calls=FileCalls(pread=self.throttle.pread))
 
 
 @dataclass
@@ -205,7 +231,10 @@ def _routed_row(sides: dict[str, RoutedSide]) -> Row:
 
 
 async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads: int, seed: int) -> Row:
-    settings = EngineConfig(
+    # The pool is to have room for one and a quarter.
+    load = replace(load, conversations=max(load.conversations, math.ceil(1.25 * cell.working_set)))
+    ThrottledConfig.throttle.delay_s = 0.0
+    settings = (ThrottledConfig if cell.is_slow else EngineConfig)(
         model=str(model),
         num_threads=threads,
         self_check="off",
@@ -225,6 +254,8 @@ async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads:
     contexts = [_ids(rng, load.context) for _ in range(load.conversations)]
     for number, context in enumerate(contexts):
         contexts[number] = await _turn(sides, SIDES, context, load, rng, measured=False)
+    if cell.is_slow:
+        ThrottledConfig.throttle.delay_s = 2 * BLOCK / sides["with"].engine.load().prefill_tokens_per_s
     for turn in range(load.turns):
         if cell.restarts:
             for side in sides.values():
