@@ -34,6 +34,11 @@ WATCHDOGS = {
     "tier_without_digest": (f"{TIERS}::test_a_slot_that_came_changed_is_computed_instead",),
     "tier_wrong_parent": (f"{TIERS}::test_a_block_is_another_one_behind_another_prefix",),
     "demote_after_eviction": (f"{TIERS}::test_a_page_that_was_evicted_is_copied_no_more",),
+    "ticket_promises_tier": (
+        f"{TIERS}::test_who_receives_is_written_to_only_when_its_tier_has_filled_it",
+        "tests/engine/paged/core/test_tier_stories.py::test_tiers[a_torn_block]",
+    ),
+    "fill_where_a_source_writes": (f"{TIERS}::test_whoever_has_no_source_any_more_asks_its_tier",),
     "closure_off": (
         "tests/kv/tiers/test_books.py::test_a_bad_block_takes_its_descendants_along_once_nobody_reads_them",
     ),
