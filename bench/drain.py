@@ -15,10 +15,10 @@ first, off and on, on and off ... TTFT is the router's own. Cells:
 --hand-over-s=0 that is all. `found_ratio` is that of TTFT's medians over the conversations of which the most
 was found, on the side that hands over. `hit_of_handed` is what the router finds at the other ranks right
 after the drain, over what was handed over. `reused_of_handed` is what the next turns found of it, which need
-pages of full pools themselves. `others_hit` is what was found of what the others held before, right after the
-drain. `drain_s` is the time that `isthmus drain` takes. The others' pools are touched before, as those of
-ranks that have served are: the kernel needs longer for a first touch than a copy takes. `--untouched` leaves
-that out.
+pages of full pools themselves. `others_hit` is what the router finds right after the drain of what the others
+held before. `drain_s` is the time that `isthmus drain` takes. The others' pools are touched before, as those
+of ranks that have served are: the kernel needs longer for a first touch than a copy takes. `--untouched`
+leaves that out.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Side:
     first: dict[str, TokenIds] = field(default_factory=dict)  # They are prompts of next turns.
     others: dict[str, TokenIds] = field(default_factory=dict)
     next_turns: list[Finish] = field(default_factory=list)
-    others_turns: list[Finish] = field(default_factory=list)
+    others_hit: float = 1.0
     drain_s: float = 0.0
     handed_tokens: int = 0
     hit_tokens: int = 0
@@ -101,12 +101,13 @@ async def prepare(side: Side, cell: Cell, conversations: int, length: int) -> No
         name = f"{cell.name}/{number}"
         side.first[name], _ = await ask(side, name, Ids(0).take(name, length))
     await command(side, *OTHERS, "--undo")
-    if cell.are_used:
-        await command(side, LEAVER, "--hand-over-s=0")
-        for number in range(max(1, int(0.8 * cell.room * conversations))):
-            name = f"others/{number}"
+    for other in OTHERS if cell.are_used else ():
+        away = {LEAVER, *OTHERS} - {other}
+        await command(side, *away, "--hand-over-s=0")
+        for number in range(max(1, int(0.4 * cell.room * conversations))):
+            name = f"{other}/{number}"
             side.others[name], _ = await ask(side, name, Ids(0).take(name, length))
-        await command(side, LEAVER, "--undo")
+        await command(side, *away, "--undo")
 
 
 def touch(side: Side) -> None:
@@ -127,6 +128,10 @@ async def _hit_tokens(side: Side) -> int:
         await asyncio.sleep(0.05)
 
 
+async def _others_held(side: Side) -> int:
+    return sum([await _most_hit(side, ids) for ids in side.others.values()])
+
+
 async def _most_hit(side: Side, ids: TokenIds) -> int:
     explanation = await side.cluster.stubs[0].Explain(ExplainRequest(request=ids_request(ids)))
     hits: list[int] = [candidate.decode_hit_tokens for candidate in explanation.candidates]
@@ -134,12 +139,15 @@ async def _most_hit(side: Side, ids: TokenIds) -> int:
 
 
 async def leave(side: Side, *, hands_over: bool) -> None:
+    before = await _others_held(side)
     began = time.perf_counter()
     await command(side, LEAVER, *(() if hands_over else ("--hand-over-s=0",)))
     side.drain_s = time.perf_counter() - began
     told = side.cluster.ranks[LEAVER].leaving.told()
     side.handed_tokens = 0 if told is None else told.handed_tokens
     await side.cluster.stop_rank(LEAVER)
+    await asyncio.sleep(_HEARD_S)
+    side.others_hit = await _others_held(side) / before if before else 1.0
     side.hit_tokens = await _hit_tokens(side)
 
 
@@ -156,8 +164,6 @@ async def measure(
             await prepare(sides[name], cell, conversations, length)
         for name, side in sides.items():
             await leave(side, hands_over=name == "on")
-        for side in sides.values():
-            side.others_turns = [(await ask(side, name, ids))[1] for name, ids in side.others.items()]
         for number, conversation in enumerate(reversed(sides["on"].first)):
             for name in SIDES if number % 2 == 0 else reversed(SIDES):
                 _, finish = await ask(sides[name], conversation, sides[name].first[conversation])
@@ -205,7 +211,7 @@ def _row(cell: Cell, sides: dict[str, Side]) -> Row:
             f"computed_{name}": max(0.0, 1 - reused / cached),
             f"drain_s_{name}": side.drain_s,
         }
-        row[f"others_hit_{name}"] = _hit(side.others_turns)
+        row[f"others_hit_{name}"] = side.others_hit
         if name == "on":
             row["handed"] = side.handed_tokens / cached
             handed_tokens = side.handed_tokens
@@ -219,13 +225,6 @@ def _row(cell: Cell, sides: dict[str, Side]) -> Row:
     ]
     row["found_ratio"] = p50s[0] / p50s[1] if p50s else 1.0
     return row
-
-
-def _hit(turns: Sequence[Finish]) -> float:
-    """Return which share of the tokens that were cached at the first turn was found at the next one."""
-    cached = sum(turn.usage.prompt_tokens - _QUESTION - _PAGE for turn in turns)
-    reused = sum(turn.usage.prompt_tokens - turn.usage.computed_tokens for turn in turns)
-    return min(1.0, reused / cached) if cached else 1.0
 
 
 async def measure_all(
