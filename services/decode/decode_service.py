@@ -41,6 +41,7 @@ from services.values.errors import (
     IsthmusError,
     PeerFailed,
     ProtocolError,
+    RankLeaves,
     StaleGeneration,
     Unavailable,
 )
@@ -65,19 +66,25 @@ log = logging.getLogger(__name__)
 class RunningRequests:
     def __init__(self, intake: Intake) -> None:
         self.intake = intake
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._moves: dict[str, Callable[[], None]] = {}
+        intake.move_all = self._move_all
 
-    def add(self, request_id: str, task: asyncio.Task[None]) -> None:
-        self._tasks[request_id] = task
+    def add(self, request_id: str, task: asyncio.Task[None], move: Callable[[], None]) -> None:
+        """`move` ends the request here, and its router goes on elsewhere."""
+        self._moves[request_id] = move
         self.intake.took()
         task.add_done_callback(lambda _: self._remove(request_id))
 
     def _remove(self, request_id: str) -> None:
-        del self._tasks[request_id]
+        del self._moves[request_id]
         self.intake.left()
 
+    def _move_all(self) -> None:
+        for move in self._moves.values():
+            move()
+
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tasks
+        return request_id in self._moves
 
 
 class AttachSession:
@@ -97,6 +104,7 @@ class AttachSession:
         self._running = running
         self._metrics = metrics
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._moving: set[str] = set()
         self._outbox = Outbox()
         self._wake = asyncio.Event()
         self._is_waking = False  # whether `_wake` will be set in the loop's next iteration
@@ -185,12 +193,18 @@ class AttachSession:
             return
         task = asyncio.create_task(self._run(command, message.number), name=f"request-{request_id}")
         self._tasks[request_id] = task
-        self._running.add(request_id, task)
+        self._running.add(request_id, task, partial(self._move, request_id))
         task.add_done_callback(partial(self._ended, request_id))
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._tasks[request_id]
-        if task.cancelled():  # It may have been cancelled before it began.
+        moves = request_id in self._moving
+        self._moving.discard(request_id)
+        if not task.cancelled():
+            return
+        if moves:
+            self._put_failure(request_id, RankLeaves(f"decode rank {self._own_id} leaves"))
+        else:  # It may have been cancelled before it began.
             self._put(request_id, Output(finished=FinishReason.ABORTED))
 
     def _check(self, message: decode_pb2.Start) -> None:
@@ -203,6 +217,10 @@ class AttachSession:
     def _abort(self, request_id: str) -> None:
         if (task := self._tasks.get(request_id)) is not None:
             task.cancel()
+
+    def _move(self, request_id: str) -> None:
+        self._moving.add(request_id)
+        self._tasks[request_id].cancel()
 
     async def _run(self, command: StartCommand, number: int) -> None:
         request_id = command.request.request_id
@@ -271,6 +289,7 @@ def _failure(request_id: str, error: IsthmusError) -> decode_pb2.RequestOutput:
         code=grpc_errors.status_of(error).value[0],
         message=str(error),
         peer_failed=isinstance(error, PeerFailed),
+        leaves=isinstance(error, RankLeaves),
     )
     return decode_pb2.RequestOutput(request_id=request_id, error=failure)
 

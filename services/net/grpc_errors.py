@@ -26,6 +26,7 @@ from services.values.errors import (
     NotFound,
     PeerFailed,
     ProtocolError,
+    RankLeaves,
     StaleGeneration,
     Unauthenticated,
     Unavailable,
@@ -116,9 +117,12 @@ def renaming() -> Iterator[None]:
 def error_from_request(pb: decode_pb2.RequestError) -> IsthmusError:
     """Return the error that a RequestError on the Attach stream stands for.
 
-    PeerFailed means that another prefill rank may work, Unavailable that this decode rank failed.
+    PeerFailed means that another prefill rank may work, Unavailable that this decode rank failed, and
+    RankLeaves that it leaves.
     """
     if pb.peer_failed:
         return PeerFailed(pb.message)
+    if pb.leaves:
+        return RankLeaves(pb.message)
     code = _CODES.get(pb.code, grpc.StatusCode.UNKNOWN)
     return _received(_BY_STATUS.get(code, Unavailable), pb.message)

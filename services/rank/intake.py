@@ -39,6 +39,7 @@ class Intake:
         self.draining = False
         self.num_running = self.num_ended = 0
         self.tell: Tell = _nobody_is_there
+        self.move_all: Callable[[], None] = lambda: None  # It has the routers go on elsewhere with what runs.
         self._own_id = own_id
         self._closed = self._stopping = False
         self._told: bool | None = False  # the last value that the routers know; None: it is not known

@@ -1,6 +1,7 @@
 """A rank that leaves lets others take over what it has cached, and keeps its own copy until it ends.
 
     drained, or stopped --> what is idle is offered --> nothing runs --> what ended meanwhile is offered
+                              |                     `--with --move-running what runs goes on elsewhere
                               |--undrain: the rest is not offered
                               `--the time is over, or no rank has space: the rest is lost with this rank
 
@@ -63,14 +64,19 @@ class Leaving:
         hand_over_s: float,
         tls: TlsConfig | None,
         metrics: HandOverMetrics,
+        *,
+        moves: bool = False,
     ) -> None:
+        """`moves`: running requests go on at other ranks, where one holds as much as this one does."""
         self.metrics = metrics
+        self._moves = moves
         self._hands_over = hands_over
         self._intake = intake
         self._hand_over_s = hand_over_s
         self._tls = tls
         self._address: RankAddress | None = None
         self._successors: Successors | None = None
+        self._context_tokens = 0
         self._task: asyncio.Task[None] | None = None
         self._asked_s: float | None = None  # An operator wants it so, until the drain is undone.
         self._progress = HandOverProgress()
@@ -80,8 +86,9 @@ class Leaving:
     def __repr__(self) -> str:
         return f"<Leaving {self._progress}>"
 
-    def knows(self, address: RankAddress, successors: Successors) -> None:
-        self._address, self._successors = address, successors
+    def knows(self, address: RankAddress, successors: Successors, context_tokens: int = 0) -> None:
+        """`context_tokens` are the most that a request may come to here."""
+        self._address, self._successors, self._context_tokens = address, successors, context_tokens
 
     def begin(self, hand_over_s: float | None = None) -> None:
         """Let others take over for so many seconds.
@@ -134,6 +141,8 @@ class Leaving:
         ended_before = intake.num_ended
         try:
             left_s = limit_s - await self._round(hands_over, successors, limit_s)
+            if self._moves and intake.num_running:
+                await self._move_running(successors)
             if intake.num_running and not self._nothing_more_ends.is_set():
                 await self._until_nothing_runs()
             if intake.num_ended > ended_before:  # They ended in the first round or during the wait.
@@ -152,6 +161,14 @@ class Leaving:
             successors=progress.successors,
             seconds=round(clock() - began, 3),
         )
+
+    async def _move_running(self, successors: Successors) -> None:
+        """End what runs here, so that its routers place it anew. What it has computed is lent meanwhile."""
+        ranks = await successors()
+        await self._intake.drain(0.0, only_wait=True)  # It returns when the routers send nothing new.
+        if any(rank.max_context_tokens >= self._context_tokens for rank in ranks):
+            log_lines.event(log, "running_moved", requests=self._intake.num_running)
+            self._intake.move_all()
 
     async def _until_nothing_runs(self) -> None:
         waits = [

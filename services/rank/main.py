@@ -366,7 +366,10 @@ async def open_rank(
         listen = host_port(bindable(config.host), config.port)
         hands_over = engine.hands_over
         metrics = HandOverMetrics(page.registry, services.digests)
-        leaving = Leaving(hands_over, services.intake, config.hand_over_s, config.tls(), metrics)
+        leaving = Leaving(
+            *(hands_over, services.intake, config.hand_over_s, config.tls(), metrics),
+            moves=config.move_running,
+        )
         operations = Operations(services.intake, hands_over, leaving)
         server = await servers.open_server(
             listen,
@@ -380,7 +383,7 @@ async def open_rank(
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         services.intake.tell = membership.say_draining
-        leaving.knows(address, membership.successors)
+        leaving.knows(address, membership.successors, engine.max_context_tokens)
         stack.push_async_callback(leaving.close)
         await server.set_serving(not (stopping.is_set() or failed.is_set()))
         yield OpenRank(address, engine, server, services.intake, leaving, page.port, failed)

@@ -16,6 +16,7 @@ _NOT_SGLANG = (
     "kv_tier",
     "pull",
     "hand_over_s",
+    "move_running",
     "step_limit_s",
 )
 
@@ -39,6 +40,10 @@ class RankConfig(EngineConfig):
         "seconds in which other ranks may take over what this one has cached, when it is drained or, on top "
         "of --grace-s, stopped; 0: none are asked",
         bounds=Bounds(at_least=0),
+    )
+    move_running: bool = setting(
+        False,
+        "decode ranks: when one is drained or stopped, its requests go on at another, which pulls their KV",
     )
     index_flush_ms: float = setting(
         50.0, "least time between two writes of a rank's index to etcd", bounds=Bounds(at_least=0)

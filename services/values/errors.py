@@ -81,6 +81,10 @@ class Unavailable(IsthmusError):
     """This service cannot serve at present (it drains, has no rank, or etcd is away); retry later."""
 
 
+class RankLeaves(Unavailable):
+    """The rank is about to leave; go on at another one, which may pull from this one what it computed."""
+
+
 class DeadlineExceeded(IsthmusError):
     """The client's deadline has passed."""
 

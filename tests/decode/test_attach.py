@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry
 
 from services.decode.decode_service import AttachSession, RunningRequests
 from services.decode.prefill_leg import PrefillChannels
+from services.net import grpc_errors
 from services.rank.intake import Intake
 from services.rank.rank_metrics import DecodeMetrics
-from services.values.errors import ProtocolError
+from services.values.errors import ProtocolError, RankLeaves
 from services.values.rank import Plan, RankId
 from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, Output, SamplingParams
@@ -174,3 +175,14 @@ async def test_what_is_no_command_behind_another_breaks_the_stream(subtests):
         with subtests.test(further=further), pytest.raises(ProtocolError):
             async with reading(decode_pb2.Command(start=start("a"), further=[further])):
                 pass
+
+
+async def test_what_is_moved_is_not_aborted():
+    command = decode_pb2.Command(start=start("a"))
+    async with reading(command) as (_, session), aclosing(session.messages(LONG_S)) as messages:
+        await anext(messages)
+        assert list((await anext(messages)).outputs[0].token_ids) == [1]
+        session._running.intake.move_all()
+        (output,) = (await anext(messages)).outputs
+        assert output.error.leaves and session._running.intake.num_running == 0
+        assert isinstance(grpc_errors.error_from_request(output.error), RankLeaves)

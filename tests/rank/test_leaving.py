@@ -183,3 +183,26 @@ async def test_what_an_operator_asked_for_holds_at_the_stop(rank, among):
     rank.leaving.begin()
     await rank.leaving.ended()
     assert rank.leaving.told().handed_tokens == 128
+
+
+@pytest.mark.parametrize(("holds", "moved"), [(100, 1), (99, 0)])
+async def test_what_runs_is_moved_where_another_rank_holds_as_much(rank, among, holds, moved):
+    await among(Successor())
+    (successor,) = await rank.leaving._successors()
+    successor.max_context_tokens = holds
+    leaving = Leaving(
+        *(rank.listing, rank.intake, 5.0, None, metrics_of(CollectorRegistry())),
+        moves=True,
+    )
+    leaving.knows(RankAddress(RANK, "127.0.0.1:1"), rank.leaving._successors, 100)
+    moves = []
+    rank.intake.move_all = lambda: (moves.append(rank.intake.draining), rank.intake.left())
+    rank.intake.took()
+    draining = asyncio.create_task(rank.intake.drain())
+    await until(lambda: rank.intake.draining)
+    leaving.begin()
+    if not moved:
+        await until(lambda: leaving.told().handed_tokens)
+        rank.intake.left()
+    await asyncio.gather(draining, leaving.ended())
+    assert moves == [True] * moved

@@ -37,6 +37,7 @@ from services.values.errors import (
     IsthmusError,
     NoCapacity,
     PeerFailed,
+    RankLeaves,
     StaleGeneration,
     Unavailable,
 )
@@ -101,7 +102,10 @@ class FailoverStream:
                         return Output(finished=FinishReason.ABORTED)
                 return self._judged(await self._read(self._progress.stream))
             except (PeerFailed, StaleGeneration, Unavailable, NoCapacity) as error:
-                if self._may_wait(error):
+                placed = self._progress.placed
+                if isinstance(error, RankLeaves) and placed is not None and self._can_move(placed):
+                    self._move_off(placed)
+                elif self._may_wait(error):
                     await self._give_time(error)
                 else:
                     self._leave(error)
@@ -274,6 +278,16 @@ class FailoverStream:
             log, "request_moved_on", request_id=self._request.answer_name, left=left, tokens=num_tokens
         )
         return None
+
+    def _move_off(self, placed: Placed) -> None:
+        """Leave a rank that leaves. It still lends what it has computed."""
+        progress, left = self._progress, placed.decision.chosen.decode.id
+        self._withdraw()
+        if progress.turns is not None:
+            progress.turns.lost(left)
+        progress.note("rank_leaves", {"rank": str(left)})
+        self._metrics.moved_off()
+        log_lines.event(log, "request_moved_off", request_id=self._request.answer_name, left=left)
 
     def _leave(self, error: IsthmusError) -> None:
         """Leave the ranks that failed; raise when no other rank is left to try."""

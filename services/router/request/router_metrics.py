@@ -183,10 +183,10 @@ class RouterMetrics:
         self._moves = counter(
             "isthmus_request_moves",
             "Times a request left a failed rank (retry, before its first token; migration, after it) or a "
-            "full one (outgrown).",
+            "full (outgrown) or drained one (drained).",
             ["kind"],
         )
-        for kind in ("retry", "migration", "outgrown"):
+        for kind in ("retry", "migration", "outgrown", "drained"):
             self._moves.labels(kind)
         self._cut_off = counter(
             "isthmus_cut_off_answers",
@@ -249,6 +249,9 @@ class RouterMetrics:
 
     def outgrew(self) -> None:
         self._moves.labels("outgrown").inc()
+
+    def moved_off(self) -> None:
+        self._moves.labels("drained").inc()
 
     def admitted(self, placed: Placed, admitted: Admitted, *, is_further: bool = False) -> None:
         """Count the first placement of an answer, as its usage does. Of a further answer to the same prompt

@@ -4,9 +4,11 @@ import asyncio
 
 import pytest
 
-from cluster.harness import FakeCluster, prompt_of
+from cluster.harness import FakeCluster, ids_request, prompt_of
+from cluster.metrics_page import moves, samples, value
 from cluster.ranks.test_drain import command, hold, placed_on, until_excluded
 from engine.paged.test_pulls import Held
+from exactness.checkpoints import tiny_checkpoint
 from services.engine.fake import continuation
 
 __all__ = ["hold"]
@@ -82,6 +84,34 @@ async def test_what_runs_is_handed_over_when_it_has_ended(etcd_endpoint, model_d
         await cluster.assert_nothing_held()
 
 
+async def check_move(cluster, request, expected):
+    """The request's rank is drained after its first tokens. Return the rank that went on."""
+    tokens, draining, leaver = [], None, ""
+    async for response in cluster.stubs[0].Generate(request, timeout=60):
+        tokens.extend(response.token_ids)
+        if draining is None and len(tokens) > 3:
+            (leaver,) = (name for name, rank in cluster.ranks.items() if rank.intake.num_running)
+            draining = asyncio.create_task(command(cluster, leaver))
+    assert tokens == expected and await draining == 0
+    assert await moves(cluster, "drained") == 1 and await moves(cluster, "retry", "migration") == 0
+    (other,) = {"decode-0/0", "decode-1/0"} - {leaver}
+    return cluster.ranks[other]
+
+
+async def test_what_runs_goes_on_elsewhere(etcd_endpoint, model_dir, cluster_name, monkeypatch):
+    async def soon():
+        pass
+
+    monkeypatch.setattr("services.rank.intake._be_noticed", soon)
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",), move_running=True, fake_step_s=0.02)
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
+        prompt = prompt_of(0, 61)
+        rank = await check_move(cluster, ids_request(prompt, 40), continuation(prompt, 40))
+        page = await samples(rank, cluster)
+        assert value(page, "isthmus_pulled_tokens_total") >= 60
+        await cluster.assert_nothing_held()
+
+
 async def test_nobody_takes_over(etcd_endpoint, model_dir, cluster_name, capsys, subtests):
     shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
@@ -150,3 +180,23 @@ async def test_what_comes_between_costs_nothing(
             held.closed = False
             await stopping
             await cluster.assert_nothing_held()
+
+
+@pytest.mark.exact
+async def test_a_drawn_answer_is_the_same_whether_it_moves_or_not(etcd_endpoint, cluster_name, monkeypatch):
+    async def soon():
+        pass
+
+    monkeypatch.setattr("services.rank.intake._be_noticed", soon)
+    directory = tiny_checkpoint("llama")
+    settings = dict(engine="torch", self_check="off", model=str(directory), num_threads=1)
+    shape = dict(prefill=(1,), decode=(1, 1), plans=("local",), move_running=True)
+    async with FakeCluster(etcd_endpoint, directory, cluster_name, **shape, **settings) as cluster:
+        request = ids_request(prompt_of(0, 61), 400)
+        request.sampling.temperature, request.sampling.seed = 1.0, 7
+        expected = [
+            token async for response in cluster.stubs[0].Generate(request) for token in response.token_ids
+        ]
+        assert len(set(expected)) > 20
+        await check_move(cluster, request, expected)
+        await cluster.assert_nothing_held()

@@ -135,11 +135,13 @@ class Admitted(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_prompt: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., first_decode_step_s: _Optional[float] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., constraint_s: _Optional[float] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ..., brought_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestError(_message.Message):
-    __slots__ = ("code", "message", "peer_failed")
+    __slots__ = ("code", "message", "peer_failed", "leaves")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PEER_FAILED_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
     peer_failed: bool
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., peer_failed: _Optional[bool] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., peer_failed: _Optional[bool] = ..., leaves: _Optional[bool] = ...) -> None: ...
