@@ -1,7 +1,7 @@
 """The router's own placement in the simulator, and the same price with nothing hidden from it."""
 
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -102,36 +102,62 @@ class Ours:
         self._balance.report(rank.id.key, rank.load())
 
 
-class Coming:
-    """These requests will be sent at known times, for the answers before them have been given. `home` is the
-    decode rank of the last one."""
+class Outlook:
+    """The oracle sees this beside caches and queues: what was sent and is not computed yet, with the blocks
+    that it will leave, and when requests come back whose answers have been given."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._at_home: dict[RankKey, list[float]] = {}
+        self._returns: defaultdict[Rank, list[float]] = defaultdict(list)  # to where the answer was
+        self._sent: defaultdict[Rank, dict[Job, int]] = defaultdict(dict)  # tokens that each will compute
+        self._blocks: defaultdict[Rank, Counter[int]] = defaultdict(Counter)
 
-    def add(self, at_s: float, home: Rank) -> None:
-        insort(self._at_home.setdefault(home.id.key, []), at_s)
+    def will_return(self, at_s: float, rank: Rank) -> None:
+        insort(self._returns[rank], at_s)
 
-    def within(self, rank: Rank, seconds: float) -> int:
-        """Return how many come to their home in so many seconds."""
-        known, now = self._at_home.get(rank.id.key, []), self._clock()
+    def returning(self, rank: Rank, seconds: float) -> int:
+        """Return how many come back in so many seconds."""
+        known, now = self._returns[rank], self._clock()
         del known[: bisect_right(known, now)]
         return bisect_right(known, now + seconds)
 
+    def sent(self, job: Job) -> None:
+        rank, request = job.prefill or job.decode, job.request
+        self._sent[rank][job] = request.prompt_tokens - self.reused_tokens(rank, request)
+        self._blocks[rank].update(request.blocks)
+
+    def computed(self, job: Job) -> None:
+        rank = job.prefill or job.decode
+        del self._sent[rank][job]
+        blocks = self._blocks[rank]
+        blocks.subtract(job.request.blocks)
+        for block in job.request.blocks:
+            if not blocks[block]:
+                del blocks[block]
+
+    def pending_tokens(self, rank: Rank) -> int:
+        """Return those that will be computed before the next prompt's."""
+        queued = sum(tokens for job, tokens in self._sent[rank].items() if not job.began_s)
+        return queued + rank.exact_current_tokens
+
+    def reused_tokens(self, rank: Rank, request: TraceRequest) -> int:
+        """Return the tokens that need not be computed when its turn comes; prompts are computed in order."""
+        if rank.resuming.num_states:
+            return rank.reused_tokens(request)
+        held, blocks = rank.matched_tokens(request) // BLOCK_TOKENS, self._blocks[rank]
+        while held < len(request.blocks) and request.blocks[held] in blocks:
+            held += 1
+        return min(held * BLOCK_TOKENS, request.prompt_tokens - 1)
+
 
 class Oracle:
-    """The same price of every cache and queue as it is at this moment, what is on its way there included.
+    """The same price of every cache and queue as it is at this moment, and with the outlook. It is near the
+    best and no bound: it takes one request at a time, and the next sessions are as new to it as to ours."""
 
-    It also knows when the requests come back whose answers have been given, and where those were. It is near
-    the best and no bound: it takes one request at a time, and the next sessions are as new to it as to ours.
-    """
-
-    def __init__(self, fleet: Fleet, seed: int, on_its_way: "dict[Rank, int]", coming: Coming) -> None:
+    def __init__(self, fleet: Fleet, seed: int, outlook: Outlook) -> None:
         self._fleet = fleet
-        self._coming = coming
+        self._outlook = outlook
         self._random = Random(seed)
-        self._on_its_way = on_its_way
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:
         return _ranks_of(self._decide(request))
@@ -156,10 +182,11 @@ class Oracle:
         )
 
     def _decode_candidate(self, rank: DecodeRank, request: TraceRequest) -> DecodeCandidate:
-        books, pending = rank.cache.books(), rank.exact_pending_tokens + self._on_its_way.get(rank, 0)
+        books, pending = rank.cache.books(), self._outlook.pending_tokens(rank)
         # Those that come back before this one is computed will wait for it: that counts as its own wait.
-        uncached = request.prompt_tokens - rank.reused_tokens(request)
-        pending += uncached * self._coming.within(rank, (pending + uncached) / rank.timing.tokens_per_s)
+        reused = self._outlook.reused_tokens(rank, request)
+        uncached = request.prompt_tokens - reused
+        pending += uncached * self._outlook.returning(rank, (pending + uncached) / rank.timing.tokens_per_s)
         return DecodeCandidate(
             id=rank.id,
             hit_tokens=rank.matched_tokens(request),
@@ -170,7 +197,7 @@ class Oracle:
             token_s=rank.batch_step_s(),
             free_tokens=books.free * BLOCK_TOKENS,
             evictable_tokens=books.cached * BLOCK_TOKENS,
-            resume_tokens=_resume_tokens(rank, request),
+            resume_tokens=reused,
         )
 
     def _prefill_candidate(self, rank: Rank, request: TraceRequest) -> PrefillCandidate:
@@ -178,19 +205,19 @@ class Oracle:
         return PrefillCandidate(
             id=rank.id,
             hit_tokens=rank.matched_tokens(request),
-            pending_tokens=rank.exact_pending_tokens + self._on_its_way.get(rank, 0),
+            pending_tokens=self._outlook.pending_tokens(rank),
             queued=len(rank._queue),
             prefill_tokens_per_s=rank.timing.tokens_per_s,
             free_tokens=books.free * BLOCK_TOKENS,
             evictable_tokens=books.cached * BLOCK_TOKENS,
-            resume_tokens=_resume_tokens(rank, request),
+            resume_tokens=self._outlook.reused_tokens(rank, request),
         )
 
     def sent(self, job: Job) -> None:
-        """It is seen when it gets there; see `on_its_way`."""
+        self._outlook.sent(job)
 
     def first_token(self, job: Job) -> None:
-        """Seen at once."""
+        self._outlook.computed(job)
 
     def ended(self, job: Job) -> None:
         """Seen at once."""
@@ -205,10 +232,6 @@ class Oracle:
 def _ranks_of(decision: Decision) -> tuple[int, int | None]:
     chosen = decision.chosen
     return chosen.decode.id.rank, None if chosen.prefill is None else chosen.prefill.id.rank
-
-
-def _resume_tokens(rank: Rank, request: TraceRequest) -> int | None:
-    return rank.reused_tokens(request) if rank.resuming.num_states else None
 
 
 def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Registration:

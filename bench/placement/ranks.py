@@ -97,12 +97,13 @@ class Rank(ABC):
         return self._queued_tokens + remaining
 
     @property
-    def exact_pending_tokens(self) -> int:
-        """The same to the token."""
+    def exact_current_tokens(self) -> int:
+        """Return those of the prompt being computed that are left, to the token."""
         if self._current is None:
-            return self._queued_tokens
+            return 0
         done = (self.events.now - self._chunk_began_s) * self.timing.tokens_per_s
-        return self.pending_tokens - int(min(done, self._chunk_tokens))
+        left = self._current.request.prompt_tokens - self._done_tokens
+        return left - int(min(done, self._chunk_tokens))
 
     def matched_tokens(self, request: TraceRequest) -> int:
         return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS

@@ -7,7 +7,7 @@ from functools import partial
 from statistics import fmean
 
 from bench.placement.events import Events
-from bench.placement.ours import Coming, Fleet, Oracle, Ours
+from bench.placement.ours import Fleet, Oracle, Ours, Outlook
 from bench.placement.peers import PEERS, Peer, Rule, Rules
 from bench.placement.pins import Pins
 from bench.placement.policies import (
@@ -50,10 +50,9 @@ class Simulation:
             PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, setting.states)
             for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills))
         ]
-        self._on_its_way: dict[Rank, int] = {}
         self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
         self._waiting: dict[int, int] = {}  # for so many requests
-        self._coming = Coming(self._events.clock)
+        self._outlook = Outlook(self._events.clock)
         self._policies = self._make_policies(policy)
         for rank in self.ranks:
             rank.report = self._report
@@ -92,7 +91,7 @@ class Simulation:
             plans = {Plan.LOCAL}
         fleet = Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
         if name.partition("-")[0] == "oracle":
-            return [Oracle(fleet, i, self._on_its_way, self._coming) for i in range(setting.routers)]
+            return [Oracle(fleet, i, self._outlook) for i in range(setting.routers)]
         if name.partition("-")[0] == "ours":
             pins = Pins(self._events, setting.staleness_s)
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
@@ -133,26 +132,15 @@ class Simulation:
         )
         self.jobs.append(job)
         policy.sent(job)
-        if isinstance(policy, Oracle):
-            self._note_on_its_way(job)
         self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
-
-    def _note_on_its_way(self, job: Job) -> None:
-        computing, hops = job.prefill or job.decode, 1 if job.prefill is None else 2
-        tokens = job.request.prompt_tokens - computing.reused_tokens(job.request)
-        self._on_its_way[computing] = self._on_its_way.get(computing, 0) + tokens
-        self._events.after(hops * self._setting.timing.hop_s, self._there, computing, tokens)
 
     def _send_followers(self, job: Job) -> None:
         for policy, request in self._followers.pop(job.request.number, ()):
             self._waiting[request.number] -= 1
             if not self._waiting[request.number]:
                 at_s = self._events.now + request.wait_s
-                self._coming.add(at_s, job.decode)
+                self._outlook.will_return(at_s, job.decode)
                 self._events.at(at_s, self._send, policy, replace(request, arrival_s=at_s))
-
-    def _there(self, rank: Rank, tokens: int) -> None:
-        self._on_its_way[rank] -= tokens
 
     def _report(self, rank: Rank) -> None:
         for policy in self._policies:

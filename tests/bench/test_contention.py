@@ -8,7 +8,9 @@ import pytest
 from bench.placement.cells import CELL_POLICIES, Cell, Fleet
 from bench.placement.figures import counts_of, goals_of, jain, means_of, ratios, verdicts
 from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, closed_arrivals, open_arrivals
+from bench.placement.ours import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
+from bench.placement.ranks import DecodeRank, Job
 from bench.placement.settings import Setting
 from bench.placement.simulation import ONE_PLAN, Simulation
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
@@ -128,6 +130,28 @@ def test_rules_of_peers(subtests):
         assert [dlpm.choose(request(client=client), ranks, 0.0) for client in (0, 1)] == [1, 0]
         dlpm.sent(1, request(), 20_000, ranks)
         assert dlpm.choose(request(), ranks, 0.0) == 0  # all got a quantum
+
+
+def test_the_oracle_sees_what_is_sent(subtests):
+    simulation = Simulation(Setting(0, 2), "oracle", [])
+    rank, other = simulation.ranks
+    assert isinstance(rank, DecodeRank)
+    outlook = Outlook(lambda: 10.0)
+    job = Job(request(10), rank, None, lambda job: None, lambda job: None)
+    with subtests.test("a second prompt finds the blocks of the first, and counts once"):
+        outlook.sent(job)
+        assert outlook.pending_tokens(rank) == 5_120
+        assert outlook.reused_tokens(rank, request(10)) == 5_119
+        outlook.sent(Job(request(10), rank, None, lambda job: None, lambda job: None))
+        assert outlook.pending_tokens(rank) == 5_121
+        assert (outlook.pending_tokens(other), outlook.reused_tokens(other, request(10))) == (0, 0)
+    with subtests.test("what is computed is no longer on its way"):
+        outlook.computed(job)
+        assert outlook.pending_tokens(rank) == 1 and outlook.reused_tokens(rank, request(10)) == 5_119
+    with subtests.test("it knows who comes back, and where"):
+        for at_s in (9.0, 11.0, 12.0, 20.0):
+            outlook.will_return(at_s, rank)
+        assert (outlook.returning(rank, 3.0), outlook.returning(other, 3.0)) == (2, 0)
 
 
 @pytest.mark.long
