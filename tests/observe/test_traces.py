@@ -27,24 +27,23 @@ def test_a_malformed_traceparent_begins_a_new_trace(subtests, spans):
             assert recorded.parent is None
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome", "status"),
-    [
+def test_a_span_ends_with_its_block_and_says_how(spans, subtests):
+    for error, outcome, status in (
         (None, "finished", StatusCode.UNSET),
         (NoCapacity("full"), "NoCapacity", StatusCode.ERROR),
         (TimeoutError(), "TimeoutError", StatusCode.ERROR),
         (asyncio.CancelledError(), "cancelled", StatusCode.UNSET),
         (GeneratorExit(), "cancelled", StatusCode.UNSET),
-    ],
-)
-def test_a_span_ends_with_its_block_and_says_how(error, outcome, status, spans):
-    with contextlib.suppress(BaseException), traces.span("route", PARENT):
-        if error is not None:
-            raise error
-    (recorded,) = spans.get_finished_spans()
-    assert (recorded.attributes["outcome"], recorded.status.status_code) == (outcome, status)
-    assert recorded.attributes.get("error.type") == (outcome if status is StatusCode.ERROR else None)
-    assert f"{recorded.parent.span_id:016x}" == PARENT.split("-")[2]
+    ):
+        with subtests.test(error=repr(error)):
+            spans.clear()
+            with contextlib.suppress(BaseException), traces.span("route", PARENT):
+                if error is not None:
+                    raise error
+            (recorded,) = spans.get_finished_spans()
+            assert (recorded.attributes["outcome"], recorded.status.status_code) == (outcome, status)
+            assert recorded.attributes.get("error.type") == (outcome if status is StatusCode.ERROR else None)
+            assert f"{recorded.parent.span_id:016x}" == PARENT.split("-")[2]
 
 
 async def test_a_span_outlives_the_yields_of_a_generator_that_another_task_closes(spans):

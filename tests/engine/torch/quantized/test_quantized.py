@@ -46,12 +46,13 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_format_means_what_it_means(kind, tmp_path):
-    config, make = FORMATS[kind]
-    quantized, meant = stored.quantized_checkpoints(tmp_path, "llama", config, stored.linears_by(make))
-    for dtype in ("float32", "bfloat16"):
-        same_weights(quantized, meant, dtype)
+def test_a_format_means_what_it_means(tmp_path, subtests):
+    for kind, (config, make) in FORMATS.items():
+        (folder := tmp_path / kind).mkdir()
+        quantized, meant = stored.quantized_checkpoints(folder, "llama", config, stored.linears_by(make))
+        for dtype in ("float32", "bfloat16"):
+            with subtests.test(kind=kind, dtype=dtype):
+                same_weights(quantized, meant, dtype)
 
 
 def same_weights(quantized, meant, dtype):
