@@ -31,11 +31,16 @@ REFUSED = {
 _IMPORTS_TORCH = "no checkpoint"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.long if case == _IMPORTS_TORCH else ()) for case in REFUSED],
-)
-async def test_a_worker_says_what_is_wrong_and_exits_78(case):
+async def test_a_worker_says_what_is_wrong_and_exits_78():
+    await asyncio.gather(*(refuse_to_start(case) for case in REFUSED if case != _IMPORTS_TORCH))
+
+
+@pytest.mark.long
+async def test_a_worker_without_a_checkpoint_says_so():
+    await refuse_to_start(_IMPORTS_TORCH)
+
+
+async def refuse_to_start(case):
     (module, *flags), sentence = REFUSED[case]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, "--worker=w", "--etcd=127.0.0.1:1", *flags),

@@ -2,8 +2,6 @@ import logging
 import shutil
 from pathlib import Path
 
-import pytest
-
 from services.router.app import _log_ends, _page, _sampling_defaults
 from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.router_config import RouterConfig
@@ -11,18 +9,14 @@ from services.router.text.answer_ends import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
 
 
-@pytest.mark.parametrize(
-    ("flag", "expected"),
-    [
-        ({}, SamplingDefaults(temperature=0.5, top_k=7)),
-        ({"sampling_defaults": "openai"}, OPENAI),
-    ],
-)
-def test_how_a_model_is_sampled_by_default(character_model: Path, tmp_path: Path, flag, expected) -> None:
+def test_how_a_model_is_sampled_by_default(character_model: Path, tmp_path: Path) -> None:
     model = shutil.copytree(character_model, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 7}')
-    config = RouterConfig(model=str(model), **flag)
-    assert _sampling_defaults(config, Tokenizer(str(model))) == expected
+    tokenizer = Tokenizer(str(model))
+    of_model = RouterConfig(model=str(model))
+    assert _sampling_defaults(of_model, tokenizer) == SamplingDefaults(temperature=0.5, top_k=7)
+    of_openai = RouterConfig(model=str(model), sampling_defaults="openai")
+    assert _sampling_defaults(of_openai, tokenizer) == OPENAI
 
 
 def test_the_log_tells_which_ends_a_sequence_has_and_who_says_so(caplog) -> None:

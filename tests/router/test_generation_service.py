@@ -82,8 +82,13 @@ class Reader(Talker):
             yield generation_pb2.GenerateResponse(text=text)
 
 
-@pytest.mark.parametrize(("num_ids", "apart"), [(10, False), (1_000, True)])
-async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(num_ids, apart):
+async def test_a_prompt_of_ids_comes_and_goes_with_the_first_response(subtests):
+    for num_ids, apart in ((10, False), (1_000, True)):
+        with subtests.test(num_ids=num_ids):
+            await send_ids(num_ids, apart)
+
+
+async def send_ids(num_ids, apart):
     reader, prompt = Reader(), [200 + i for i in range(num_ids)]
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=prompt), conversation_id="c"

@@ -68,9 +68,14 @@ def test_a_layer_multiplies_what_it_rounded():
     assert torch.equal(layer(rows[1:, 2:3])[0, 0], got[1, 2])
 
 
-@pytest.mark.parametrize("row_scales", [True, False])
-def test_the_numbers_of_the_checkpoint_are_kept(row_scales, tmp_path):
-    directory = quantized(tmp_path, row_scales=row_scales)
+def test_the_numbers_of_the_checkpoint_are_kept(tmp_path, subtests):
+    for name, row_scales in (("rows", True), ("tensor", False)):
+        with subtests.test(name):
+            (folder := tmp_path / name).mkdir()
+            check_numbers(quantized(folder, row_scales=row_scales))
+
+
+def check_numbers(directory):
     checkpoint = open_checkpoint(directory, "bfloat16")
     model = load_model(checkpoint, CPU)
     before = logits(model)

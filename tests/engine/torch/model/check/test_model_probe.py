@@ -29,13 +29,18 @@ def group(kind, layer_ids, heads=2, width=16, **settings):
     return KvGroup(kind, layer_ids, heads, width, "float32", **settings)
 
 
+@pytest.mark.exact
+def test_attention_of_more_families_is_grouped_by_what_it_keeps(subtests):
+    for architecture, layers in [("minimax_m2", (0, 1)), ("qwen3_next", (1, 3)), ("nemotron_h", (2, 5))]:
+        with subtests.test(architecture=architecture):
+            assert groups(architecture) == (group(FULL, layers),)
+
+
 def test_attention_is_grouped_by_what_it_keeps(subtests):
     for architecture, expected in [
         ("llama", [group(FULL, (0, 1))]),
-        ("minimax_m2", [group(FULL, (0, 1))]),
         ("falcon_h1", [group(FULL, (0, 1))]),
-        ("qwen3_next", [group(FULL, (1, 3))]),
-        ("nemotron_h", [group(FULL, (2, 5))]),
+        ("qwen3_5", [group(FULL, (1, 3))]),
         ("gpt_oss", [group(FULL, (1, 3)), group(SLIDING, (0, 2), window=24)]),
         ("gemma3", [group(FULL, (1, 3)), group(SLIDING, (0, 2), window=24)]),
         ("llama4", [group(FULL, (1, 3)), group(CHUNKED, (0, 2), window=24)]),
