@@ -195,6 +195,31 @@ def demote_after_eviction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Storing, "lent", lambda self, pages: None)
 
 
+def ticket_promises_tier(patch: pytest.MonkeyPatch) -> None:
+    """A decode rank has prefill write less than it lacks: what its tier is to fill counts as filled."""
+    from services.engine.paged.sequence import Phase
+    from services.engine.paged.tiering import Tiering
+
+    enter = Tiering.enter
+
+    def mutated(self, seq, **options):
+        if not enter(self, seq, **options) or seq.phase is not Phase.RECEIVING:
+            return seq in self._fills
+        fill = self._fills[seq]
+        seq.stored = max(seq.stored, (fill.first_block + len(fill.keys)) * self._block_tokens)
+        return False
+
+    patch.setattr(Tiering, "enter", mutated)
+
+
+def fill_where_a_source_writes(patch: pytest.MonkeyPatch) -> None:
+    """Whoever gives a source up reads its tier into the pages that the source may still write."""
+    from services.engine.paged.pulls import Pulls
+
+    patch.setattr(Pulls, "set_aside", lambda self, seq, transfer_id, end: self.failed(seq))
+    patch.setattr(Pulls, "end_aside", lambda self, transfer_id: None)
+
+
 def closure_off(patch: pytest.MonkeyPatch) -> None:
     """A tier lets a block go though its children are still there."""
     from services.kv.tiers import books
@@ -246,6 +271,8 @@ MUTATIONS = {
         tier_wrong_parent,
         demote_after_eviction,
         closure_off,
+        ticket_promises_tier,
+        fill_where_a_source_writes,
         tier_keeps_its_losses,
         take_over_evicts_younger,
     )

@@ -9,6 +9,7 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from services.engine.paged.batch import computes_next_page_of, computes_towards
+from services.engine.paged.core_events import Reserved, Wanted
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.carried_cache import CarriedCache
 from services.kv.checkpoints import borders_to_keep, shared_border
@@ -52,6 +53,16 @@ class Carrying:
         assert seq.pages is not None
         seq.stored, seq.computed = seq.pages.prefix_len, resumes_at
         seq.carried = self._books.receive(expected_end, computes=True)
+
+    def reserved(self, seq: Sequence, wanted: Wanted | None, fills: bool) -> Reserved:
+        """Return what the sequence has, apart from what was stored before."""
+        assert seq.pages is not None and seq.carried is not None and seq.admitted_s is not None
+        page_size = self._cache.page_size
+        delta = tuple(seq.pages.pages[seq.stored // page_size : -(-len(seq.ids) // page_size)])
+        computes = seq.phase in (Phase.COMPUTING, Phase.FILLING)
+        carried = () if computes else self._books.units_of(seq.carried)
+        queue_s = seq.admitted_s - seq.submitted_s
+        return Reserved(seq.stored, delta, queue_s, carried, wanted, fills)
 
     def pull_up_to(self, seq: Sequence, end: int) -> None:
         """Hold units for the state at `end` instead of the expected end; nobody writes the old units."""

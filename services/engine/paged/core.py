@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from services.engine.paged.admitting import Limits
 from services.engine.paged.batch import chunk_of, lacks_slot
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Reserved, Wanted
+from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Wanted
 from services.engine.paged.core_reports import Reports, StepFigures
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.drafters import Drafting, RoomAhead, Wish
@@ -74,7 +74,7 @@ class EngineCore:
         self._events: list[tuple[Sequence, Reported]] = []
         self.pulls = Pulls(
             *(cache, self.carried, self._carrying, runner.draft, clock, self._active),
-            PullHooks(self._publish, self._offer, self._report_reserved, self._gate),
+            PullHooks(self._publish, self._offer, self._reserve, lambda: self.tiers, self._gate),
         )
         self._figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self._figures.times, clock)
@@ -82,7 +82,7 @@ class EngineCore:
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts, self.pulls)
         self.tiers = tiers
         if tiers is not None:
-            tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self.load))
+            tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self._reserve, self.load))
         self.retractions = 0
         self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
 
@@ -276,21 +276,16 @@ class EngineCore:
         self._active.append(seq)
         if (wanted := self.pulls.begin(seq)) is None:
             self._carrying.begin(seq, self._active)
+        fills = wanted is None and self.tiers is not None and not seq.awaits and self.tiers.enter(seq)
         if seq.admitted_s is None or seq.receives:
             seq.admitted_s = self._clock() if seq.admitted_s is None else seq.admitted_s
             seq.reused_tokens = seq.computed
-            self._report_reserved(seq, wanted)
+            self._reserve(seq, wanted, fills)
         self._offer(seq)
-        if self.tiers is not None and seq.phase is Phase.COMPUTING:
-            self.tiers.enter(seq)
         seq.receives = False  # After a retraction it computes the tail here.
 
-    def _report_reserved(self, seq: Sequence, wanted: Wanted | None) -> None:
-        assert seq.pages is not None and seq.carried is not None and seq.admitted_s is not None
-        start = seq.pages.prefix_len
-        delta = tuple(seq.pages.pages[start // self.page_size : -(-len(seq.ids) // self.page_size)])
-        carried = () if seq.phase is Phase.COMPUTING else self.carried.units_of(seq.carried)
-        self._emit(seq, Reserved(start, delta, seq.admitted_s - seq.submitted_s, carried, wanted))
+    def _reserve(self, seq: Sequence, wanted: Wanted | None = None, fills: bool = False) -> None:
+        self._emit(seq, self._carrying.reserved(seq, wanted, fills))
 
     # -- the batch --------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ class Wanted:
 class Reserved:
     """The sequence has its pages; `delta_pages` follow the locked prefix, in token order.
 
-    It is reported when the sequence is first admitted, and again after a renegotiation. Where the sequence
+    It is reported when the sequence is first admitted, and again after a renegotiation. With `fills` a tier
+    writes the pages, and nobody else may: it is reported once more when they may. Where the sequence
     receives KV, `carried` has an entry for each group beside full attention, in the layout's order: the units
     that are to take the state at the prompt's end, in token order (tails.units_at tells how many). Where the
     sequence pulls, they are to take the state at the expected end, or at the end that was reported since.
@@ -33,6 +34,7 @@ class Reserved:
     queue_s: float
     carried: tuple[tuple[PageId, ...], ...] = ()
     wanted: Wanted | None = None  # It is set where the sequence waits for a source.
+    fills: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A core's pulls have two sides: sources write prefixes into pages here, and other ranks read pages of ours.
 
-    here    WAITING --admitted, a source holds more--> PULLING --landed--------------------> COMPUTING
-                                                          |----failed----------------------------^
+    here    WAITING --admitted, a source holds more--> PULLING --landed--------------------> COMPUTING, or
+                                                          |----failed----------------------------^ FILLING
                                                           `----failed, set aside--> lacks pages--'
     here    NEW --taken over (take_overs.py)--> PULLING --landed, failed--> ENDED
     holder  grant(id, ids): the longest match, or the deepest checkpoint on it, locked --> Granted
@@ -24,6 +24,7 @@ from services.engine.paged.gate import Gate
 from services.engine.paged.model_runner import DraftModel
 from services.engine.paged.sequence import Phase
 from services.engine.paged.take_overs import TakeOvers
+from services.engine.paged.tiering import Tiering
 from services.kv.carried_cache import CarriedCache, SequenceCarried
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import PageId
@@ -55,6 +56,7 @@ class PullHooks:
     offer: Callable[[sequence.Sequence], None]
     # It reports the sequence's pages, and what it waits for, as Reserved.
     report: Callable[[sequence.Sequence, Wanted | None], None]
+    tiers: Callable[[], Tiering | None]
     gate: Gate
 
 
@@ -139,7 +141,7 @@ class Pulls:
     # -- what is written here -------------------------------------------------------------------------
 
     def begin(self, seq: sequence.Sequence) -> Wanted | None:
-        source, seq.source = seq.source, None
+        source, seq.source, seq.awaits = seq.source, None, None
         if source is None or seq.receives or seq.retractions:
             return None
         assert seq.pages is not None and seq.matchable_tokens is not None
@@ -148,6 +150,8 @@ class Pulls:
         expected_end = min(source.tokens // unit * unit, end)
         resumes_at = self._carried.resumable(seq.pages.node, seq.pages.prefix_len)
         if expected_end <= resumes_at:
+            return None
+        if (tiers := self._hooks.tiers()) is not None and tiers.suffices(seq, resumes_at, expected_end):
             return None
         seq.awaits = self._who_pulls(seq, expected_end)
         if seq.awaits is not None:
@@ -163,9 +167,14 @@ class Pulls:
         return next((other for other in alike if other.ids[:end] == seq.ids[:end]), None)
 
     def bring(self, seq: sequence.Sequence) -> bool:
-        """Return whether another sequence is still pulling what this one would compute."""
-        other = seq.awaits
-        return other is not None and other.phase is Phase.PULLING and not other.lacking_pages
+        """Return whether another sequence is still pulling what this one would compute, or the tier that is
+        read instead."""
+        if (other := seq.awaits) is None:
+            return False
+        if other.phase is Phase.PULLING and not other.lacking_pages:
+            return True
+        seq.awaits = None
+        return self._fill(seq)
 
     def up_to(self, seq: sequence.Sequence, end: int) -> None:
         """Reserve units for the state at `end` instead; no ticket for the old units has been sent."""
@@ -199,6 +208,12 @@ class Pulls:
     def _compute(self, seq: sequence.Sequence) -> None:
         seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
         self._hooks.offer(seq)
+        self._fill(seq)
+
+    def _fill(self, seq: sequence.Sequence) -> bool:
+        """Read what a tier holds beyond what a source has written; the limits of the two add up."""
+        tiers = self._hooks.tiers()
+        return tiers is not None and tiers.enter(seq)
 
     def note_draft(self, seq: sequence.Sequence, end: int, received: bool) -> None:
         if received and end > seq.stored:

@@ -2,6 +2,7 @@
 
     up      admitted, a tier holds more --> FILLING --read, compared, published--> COMPUTING
                                                |----cut, late, corrupt, failed-----^   with the blocks read
+            admitted to receive, a tier holds more --> RECEIVING, and its pages are reported only then
     down    free pages run short: all that is cached, in order of eviction, each block after its parent
               --> copied by the tier's thread, while the pages stay evictable (storing.py)
 
@@ -30,6 +31,8 @@ from services.values.kv import KvLayout
 from services.values.rank_reports import RankLoad
 
 _STOP_S = 2.0
+# A sequence that receives waits so long for each of two reads; a prefill rank waits 30 s for a ticket.
+_TICKET_WAITS_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class FillHooks:
     publish: Callable[[EngineSequence], None]
     offer: Callable[[EngineSequence], None]
     catch_up: Callable[[EngineSequence], None]
+    report: Callable[[EngineSequence], None]  # Its pages may be written now.
     load: Callable[[], RankLoad]
 
 
@@ -112,14 +116,37 @@ class Tiering:
             due_s.append(look_at_s)
         return max(0.0, min(due_s) - self._clock()) if due_s else None
 
-    def enter(self, seq: EngineSequence, *, may_wait: bool = True) -> None:
-        """Begin to read what a tier holds beyond the cached prefix of a sequence that is to compute.
+    def enter(self, seq: EngineSequence, *, may_wait: bool = True) -> bool:
+        """Begin to read what a tier holds beyond the cached prefix of a sequence that computes or receives.
 
         The sequence has its pages, and nobody else writes them. With `may_wait` it may wait for another read.
+        Return whether it waits for a read now.
         """
-        assert self._hooks is not None
-        if not self.is_lost and self._begin(seq, self._hooks.load().prefill_tokens_per_s, may_wait):
+        was_renegotiated = seq.phase is Phase.RECEIVING and seq.prefix_limit is not None
+        if self.is_lost or was_renegotiated or not self._begin(seq, self._computed_per_s, may_wait):
+            return False
+        if seq.phase is Phase.COMPUTING:
             seq.phase = Phase.FILLING
+        return True
+
+    @property
+    def _computed_per_s(self) -> float:
+        assert self._hooks is not None
+        return self._hooks.load().prefill_tokens_per_s
+
+    def suffices(self, seq: EngineSequence, held: int, end: int) -> bool:
+        """Return whether a sequence that holds `held` tokens need not ask a source that holds `end` of them.
+
+        A source is guessed to write half as fast as a tier reads.
+        """
+        blocks = [] if self.is_lost else self._trusted(self.books.find(self._wanted(seq)))
+        depth = len(blocks) * self._block_tokens
+        left = self._left(blocks[held // self._block_tokens :], self._computed_per_s)
+        if depth <= held or not left.is_worth_reading:
+            return False
+        if left.read_s and left.computed_tokens_per_s:
+            return end - depth <= left.read_s * left.computed_tokens_per_s
+        return end - depth < self._block_tokens
 
     def _begin(self, seq: EngineSequence, computed_tokens_per_s: float, may_wait: bool) -> bool:
         now_s = self._clock()
@@ -127,13 +154,12 @@ class Tiering:
         if len(keys) <= first:
             return False
         blocks = self._trusted(self.books.find(keys)[first:])
+        self._count_look_up(seq, bool(blocks), may_wait)
         if not blocks:
-            self.counts.misses += 1
             return False
         self.books.use(blocks[-1])
-        self.counts.hits += 1
         if may_wait and (other := self._reading.get(blocks[0].key)) is not None:
-            self._fills[seq] = Fill(seq, other.deadline_s, behind=other)
+            self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, other.deadline_s - now_s), behind=other)
             return True
         if not (blocks := self._worth_reading(blocks, computed_tokens_per_s)):
             return False
@@ -141,13 +167,19 @@ class Tiering:
         load = LoadCopy(self._pieces(seq, blocks, first), CopyPace(self._block_tokens, computed_tokens_per_s))
         waits_s = sum(fill.read_s for fill in self._fills.values())  # Earlier reads come first.
         limit_s = replace(left, read_s=waits_s + left.read_s).limit_s
-        fill = Fill(seq, now_s + limit_s, [block.key for block in blocks], load, first, left.read_s)
+        deadline_s = _deadline_s(seq, now_s, limit_s)
+        fill = Fill(seq, deadline_s, [block.key for block in blocks], load, first, left.read_s)
         if not self._begin_reads(blocks, load):
             return False
         self._fills[seq] = self._by_load[load] = fill
         for key in fill.keys:
             self._reading.setdefault(key, fill)
         return True
+
+    def _count_look_up(self, seq: EngineSequence, found: bool, is_first: bool) -> None:
+        if is_first and seq.retractions == 0:
+            self.counts.hits += found
+            self.counts.misses += not found
 
     def leave(self, seq: EngineSequence) -> None:
         if (fill := self._fills.get(seq)) is not None:
@@ -194,7 +226,8 @@ class Tiering:
         num_done = fill.load.num_done if fill.load is not None else 0
         seq.computed = max(before, (fill.first_block + num_done) * self._block_tokens)
         seq.stored = max(seq.stored, seq.computed)
-        seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
+        if seq.phase is Phase.FILLING:
+            seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
         self.counts.tokens_up += seq.computed - before
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
@@ -204,6 +237,8 @@ class Tiering:
         if fill.behind is not None:
             self._hooks.catch_up(seq)
             self.enter(seq, may_wait=False)
+        if seq.phase is Phase.RECEIVING and seq not in self._fills:
+            self._hooks.report(seq)
 
     def _wanted(self, seq: EngineSequence) -> list[bytes]:
         limit = seq.matchable_tokens
@@ -300,7 +335,8 @@ class Tiering:
         self.books.check()
         self.storing.check()
         filling = {seq for seq in active if seq.phase is Phase.FILLING}
-        assert filling == self._fills.keys(), f"{filling} fill, {self} has others"
+        waiting = {seq for seq in self._fills if seq.phase is not Phase.RECEIVING}
+        assert filling == waiting, f"{filling} fill, {self} has others"
         for fill in self._fills.values():
             assert not fill.is_over, f"{fill.seq} waits for nothing"
 
@@ -313,3 +349,7 @@ class Tiering:
             return self._ended.get_nowait()
         except Empty:
             return None
+
+
+def _deadline_s(seq: EngineSequence, now_s: float, limit_s: float) -> float:
+    return now_s + (min(limit_s, _TICKET_WAITS_S) if seq.phase is Phase.RECEIVING else limit_s)

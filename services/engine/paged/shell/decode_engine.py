@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,13 +27,14 @@ from services.grammar.matcher import Matcher
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
 from services.net import channels
 from services.transfer.receiving.sender_links import SenderLink
+from services.transfer.receiving.transfer_watch import Landed
 from services.transfer.sending.handshake_server import HandshakeService
 from services.transfer.transport import Transport
 from services.transfer.waits import both
 from services.values.errors import PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import KvLayout
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Plan, RankId, Rendezvous, TransferId
+from services.values.rank import Plan, RankAddress, RankId, Rendezvous, TransferId
 from services.values.request import Admitted, GenerationRequest, Output, PrefillResult, Pulled
 
 log = logging.getLogger(__name__)
@@ -144,24 +145,21 @@ class PagedDecodeEngine(TransferringEngine):
     async def _receive(
         self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
     ) -> _Received:
-        """Have the delta computed elsewhere and written into our pages.
+        """Have the delta computed elsewhere and written into our pages, but for what a tier fills meanwhile.
 
         Raises:
             PeerFailed, NoCapacity: the prefill leg failed, or other bytes landed than prefill wrote; the
                 pages are given back, or are in quarantine until the writer has stopped.
             Unavailable: the rank is stopping; the same happens to the pages.
         """
-        assert self._links is not None
         reserved_at = time.monotonic()
         peer = remote_prefill.peer
-        try:
-            link = await self._links.link(peer)
-        except StaleGeneration as error:
-            raise PeerFailed(str(error)) from error
+        link = await self._link_to(peer)
         transfer_id = TransferId(secrets.randbits(64))
-        delta = _Delta(self, seq, link, transfer_id)
+        delta = _Delta(self, seq, link, transfer_id, lambda: self._link_to(peer))
         began = time.monotonic()
-        delta.reserve(reserved)
+        if not reserved.fills:
+            delta.reserve(reserved)
         try:
             prefill, (landed, digested_pages) = await both(
                 remote_prefill(seq.request, Rendezvous(transfer_id, self._own_id, peer.id)),
@@ -181,6 +179,13 @@ class PagedDecodeEngine(TransferringEngine):
         transfer_s = max(0.0, waited_s - prefill.queue_s - pull_s - prefill.compute_s)
         link_s = began - reserved_at
         return _Received(prefill, link.layout, landed.group_bytes, digested_pages, link_s, transfer_s)
+
+    async def _link_to(self, peer: RankAddress) -> SenderLink:
+        assert self._links is not None
+        try:
+            return await self._links.link(peer)
+        except StaleGeneration as error:
+            raise PeerFailed(str(error)) from error
 
     def _admitted(
         self,
@@ -221,14 +226,27 @@ class PagedDecodeEngine(TransferringEngine):
 
 class _Delta(Delta):
     def __init__(
-        self, engine: TransferringEngine, seq: Sequence, link: SenderLink, transfer_id: TransferId
+        self,
+        engine: TransferringEngine,
+        seq: Sequence,
+        link: SenderLink,
+        transfer_id: TransferId,
+        link_again: Callable[[], Awaitable[SenderLink]],
     ) -> None:
         super().__init__(engine, seq.request.request_id, link, link.layout, transfer_id)
         self._seq = seq
+        self._link_again = link_again
         self._reserved_again: asyncio.Queue[Reserved] = asyncio.Queue()
 
     def reserve(self, reserved: Reserved) -> None:
         self.send_ticket(reserved.prefix_len, len(self._seq.ids), reserved.delta_pages, reserved.carried)
+
+    async def landed_as_written(self) -> tuple[Landed, int]:
+        if not self.has_ticket:  # A tier fills the first pages, and prefill computes meanwhile.
+            reserved = await self._reserved_again.get()
+            self._link = await self._link_again()  # The stream may have been retired since.
+            self.reserve(reserved)
+        return await super().landed_as_written()
 
     async def renegotiate(self, start: int) -> None:
         _check_earlier(start, self.start, self.engine.layout.page_size)
@@ -242,7 +260,8 @@ class _Delta(Delta):
                 async with asyncio.timeout(self.lease.renew_every_s):
                     event = await mailbox.get()
             except TimeoutError:
-                self.renew()
+                if self.has_ticket:
+                    self.renew()
             else:
                 if not isinstance(event, Reserved):
                     raise ProtocolError(f"{event!r} came before the pages had landed")
@@ -251,7 +270,7 @@ class _Delta(Delta):
     def give_up(self) -> None:
         """Put pages that may still be written into quarantine; other pages go with the sequence, which
         ends."""
-        if self.watch.abort():
+        if self.has_ticket and self.watch.abort():
             self.engine.begin_quarantine(self._seq, self.watch)
 
 

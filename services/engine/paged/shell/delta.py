@@ -60,6 +60,10 @@ class Delta:
         self.start = self._end = 0  # They are in tokens.
 
     @property
+    def has_ticket(self) -> bool:
+        return self._watch is not None
+
+    @property
     def watch(self) -> TransferWatch:
         assert self._watch is not None, "send_ticket comes first"
         return self._watch

@@ -65,7 +65,7 @@ class TieredRank(Rank):
             *(num_pages // 2, self._clock, lambda: None),
         )
         core = self.core
-        hooks = FillHooks(core._publish, core._offer, core._catch_up, core.load)
+        hooks = FillHooks(core._publish, core._offer, core._catch_up, core._reserve, core.load)
         self.tiers.attach(hooks)
         cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
 
@@ -112,6 +112,14 @@ class TieredRank(Rank):
         for number in range(count):
             prompt = prompt_of(100 * seed + number, 40)
             assert self.generate(prompt) == continuation(prompt, 3)
+
+
+def with_stored(prompt, **rank):
+    """A rank that has the prompt's whole blocks in its tier alone."""
+    rank = TieredRank(**rank)
+    rank.generate(prompt)
+    rank.fill_pool(2)
+    return rank
 
 
 def prompt_of(seed, length):
@@ -329,6 +337,114 @@ def test_a_read_that_comes_to_nothing_costs_time_alone(ends):
     assert rank.generate(prompt) == continuation(prompt, 3)
 
 
+def test_who_receives_is_written_to_only_when_its_tier_has_filled_it(subtests):
+    prompt = prompt_of(1, 40)
+    for ends, due in {"whole": 40, "corrupt": 16, "late": 0, "cancelled": 0}.items():
+        with subtests.test(ends):
+            rank = with_stored(prompt)
+            seq = rank.submit(prompt, receives=True)
+            rank.step()
+            assert (seq.phase, rank.reserved[seq].fills) == (Phase.RECEIVING, True)
+            (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy)]
+            if ends == "corrupt":
+                os.pwrite(rank.slabs[0]._fd, b"\xee", rank.slot_at(load.pieces[2].place))
+            elif ends == "late":
+                rank.now += 11.0
+                rank.step()
+            elif ends == "cancelled":
+                rank.core.cancel(seq)
+            before = rank.runner.slots.copy()
+            rank.thread.run(LoadCopy)
+            rank.step()
+            if ends in ("late", "cancelled"):
+                assert (rank.runner.slots == before).all(), "pages were written that others may write"
+            if ends != "cancelled":
+                reserved, computed = rank.reserved[seq], rank.computed_tokens
+                assert (reserved.fills, reserved.prefix_len, seq.reused_tokens) == (False, due, due)
+                rank.land(seq)
+                rank.run([seq])
+                assert rank.tokens[seq] == continuation(prompt, 5)
+                assert rank.computed_tokens - computed == 4, "a token each step after the first"
+            assert rank.core.check().locked == 0
+
+
+def test_two_that_receive_share_a_read_and_each_may_be_written_to_once_it_is_over():
+    prompt = prompt_of(1, 40)
+    rank = with_stored(prompt, num_pages=32)
+    seqs = [rank.submit([*prompt, number], receives=True) for number in range(2)]
+    rank.step()
+    assert [len(copy.pieces) for copy in rank.thread.waiting if isinstance(copy, LoadCopy)] == [5]
+    assert all(rank.reserved[seq].fills for seq in seqs)
+    rank.thread.run(LoadCopy)
+    rank.step()
+    assert [rank.reserved[seq].prefix_len for seq in seqs] == [40, 40]
+    for seq in seqs:
+        rank.land(seq)
+    rank.run(seqs)
+    for seq in seqs:
+        assert rank.tokens[seq] == continuation(seq.request.prompt_ids, 5)
+
+
+def test_a_source_is_asked_only_for_what_makes_it_better_than_the_own_tier(subtests):
+    prompt = prompt_of(1, 60)  # 7 blocks, 56 tokens
+    for name, (rates, held, is_asked) in {
+        "it holds no more": ((0.0, 0.0), 56, False),
+        "it holds a page more": ((0.0, 0.0), 59, False),
+        "it holds much more, and rates are unknown": ((0.0, 0.0), 100, True),
+        "computing what only it holds takes longer than reading": ((1e6, 1000.0), 100, True),
+        "reading takes longer than that": ((9e3, 1000.0), 100, False),
+        "reading takes longer than computing all": ((1e3, 1000.0), 100, True),
+    }.items():
+        with subtests.test(name):
+            rank = with_stored(prompt, num_pages=40)
+            for seed in range(3, 9):
+                rank.generate(prompt_of(seed, 60))
+            longer = [*prompt, *prompt_of(99, 50)]
+            assert rank.tiers._block_bytes == 64  # 448 bytes are read in 50 ms at 9 kB/s.
+            rank.tiers._health.trust[0].bytes_per_s = rates[0]
+            computes = RankLoad(prefill_tokens_per_s=rates[1])
+            rank.tiers.attach(replace(rank.tiers._hooks, load=lambda load=computes: load))
+            assert rank.tiers.suffices(rank.submit(longer, held=held), 0, held) is not is_asked
+            rank.step()
+            assert bool(rank.wanted) is is_asked
+            (seq,) = rank.core._active
+            assert seq.phase is (Phase.PULLING if is_asked else Phase.FILLING)
+
+
+def test_whoever_has_no_source_any_more_asks_its_tier(subtests):
+    prompt = prompt_of(1, 40)
+    longer = [*prompt, *prompt_of(9, 40)]
+    for ends in ("refused", "landed", "set aside"):
+        with subtests.test(ends):
+            rank = with_stored(prompt, num_pages=72)
+            rank.core.cache.clear()
+            seq, other = (rank.submit([*longer, number], held=80) for number in range(2))
+            rank.step()
+            assert (seq.phase, other.phase, other.awaits) == (Phase.PULLING, Phase.COMPUTING, seq)
+            computed = rank.computed_tokens
+            late = rank.reserved[seq].delta_pages
+            if ends == "landed":
+                rank.pull(seq, 16)
+            elif ends == "set aside":
+                rank.core.pulls.set_aside(seq, 7, 80)
+                rank.core.pulls.refill()
+            else:
+                rank.core.pulls.failed(seq)
+            assert seq.phase is Phase.FILLING
+            rank.step()
+            assert other.phase is Phase.FILLING and rank.computed_tokens == computed
+            rank.thread.run(LoadCopy)
+            if ends == "set aside":
+                rank.runner.slots[list(late)] = 499  # The source writes after all.
+                rank.core.pulls.end_aside(7)
+            while len(rank.finished) < 6:
+                rank.turn()
+            for each in (seq, other):
+                assert rank.tokens[each] == continuation(each.request.prompt_ids, 5)
+                assert each.reused_tokens >= 40
+            assert rank.computed_tokens - computed <= 2 * (8 + 41) and rank.tiers.counts.hits == 2
+
+
 def test_a_tier_that_keeps_failing_is_left_alone_for_a_while():
     rank = TieredRank()
     prompts = [prompt_of(seed, 40) for seed in range(1, 5)]
@@ -359,12 +475,13 @@ def test_whatever_happens_answers_are_the_oracles_and_nothing_is_lost():
 def _live(rng):
     rank = TieredRank(num_slots=(rng.choice([6, 40]), 12)[: rng.choice([1, 2])], num_pages=20, max_running=4)
     begin = [prompt_of(seed, 40) for seed in range(3)]
-    seqs = []
-    for _ in range(120):
-        match rng.randrange(10):
+    seqs, aside = [], set()
+    for number in range(160):
+        match rng.randrange(12):
             case 0 | 1:
                 prompt = [*rng.choice(begin)[: rng.randrange(1, 40)], *prompt_of(rng.randrange(4), 8)]
-                seqs.append(rank.submit(prompt, rng.randrange(1, 6)))
+                how = rng.choice([{}, {}, {"receives": True}, {"held": rng.randrange(len(prompt) + 1)}])
+                seqs.append(rank.submit(prompt, rng.randrange(1, 6), **how))
             case 2 if seqs:
                 rank.core.cancel(rng.choice(seqs))
             case 3:
@@ -379,11 +496,16 @@ def _live(rng):
                     rank.faults = {rank.slot_at(place): OSError(5, "I/O error")}
                 else:
                     os.pwrite(rank.slabs[place.tier]._fd, rng.randbytes(3), rank.slot_at(place) + 11)
+            case 7 | 8:
+                _write_from_elsewhere(rank, rng, number, aside)
             case _:
                 rank.now += rng.choice([0.0, 0.05, 1.1])
                 rank.step()
         rank.core.check()
+    for transfer in aside:
+        rank.core.pulls.end_aside(transfer)
     while rank.core._active or rank.core._gate:
+        _write_from_elsewhere(rank, rng, None, set())
         rank.turn()
     for _ in range(50):
         rank.turn()
@@ -394,4 +516,23 @@ def _live(rng):
         assert tokens == continuation(seq.request.prompt_ids, len(tokens))
     assert all(seq in rank.finished or seq.phase is Phase.ENDED for seq in seqs)
     books = rank.core.check()
-    assert books.locked == books.private == 0
+    assert books.locked == books.private == books.quarantined == 0
+
+
+def _write_from_elsewhere(rank, rng, transfer, aside):
+    """What prefill ranks and sources do at some time, for those that nobody else writes to."""
+    receive = [s for s in rank.core._active if s.phase is Phase.RECEIVING and not rank.reserved[s].fills]
+    pull = [s for s in rank.core._active if s.phase is Phase.PULLING and not s.lacking_pages]
+    if receive and rng.random() < 0.6:
+        rank.land(rng.choice(receive))
+    elif pull:
+        seq = rng.choice(pull)
+        match rng.randrange(3):
+            case 0 if rank.wanted[seq].expected_end > rank.wanted[seq].resumes_at:
+                rank.pull(seq)
+            case 1 if transfer is not None:
+                rank.core.pulls.set_aside(seq, transfer, rank.wanted[seq].expected_end)
+                aside.add(transfer)
+            case _:
+                rank.core.pulls.failed(seq)
+        rank.take()
