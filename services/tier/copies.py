@@ -55,6 +55,7 @@ class Copy:
         self._lock = threading.Lock()
         self._stopped = False
         self.error: OSError | None = None
+        self.at_tier: int | None = None  # It reads or writes that tier's slab now, or did so last.
 
     def stop(self) -> None:
         """Stop the copy; it touches no page of the pool after this returns."""
@@ -89,6 +90,7 @@ class Store(Copy):
     def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
         if not self._with_pool(lambda: staging.take(self.pages)):
             return
+        self.at_tier = self._place.tier
         try:
             self.digest = slabs[self._place.tier].write(self._place.slot, staging.bytes, self._record)
         except OSError as error:
@@ -101,14 +103,20 @@ class Move(Copy):
         assert block.moves_to is not None
         self.block = block
         self.is_done = False
-        self.tiers = block.place.tier, block.moves_to.tier
         self._source, self._target, self._record = block.place, block.moves_to, record_of(block)
+        self.source_tier, self.target_tier = self._source.tier, self._target.tier
+
+    @property
+    def has_failed_to_read(self) -> bool:
+        return not self.is_done and self.at_tier == self.source_tier
 
     def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
         try:
-            slabs[self._source.tier].read(self._source.slot, staging.bytes)
+            self.at_tier = self.source_tier
+            slabs[self.at_tier].read(self._source.slot, staging.bytes)
             if is_whole(staging.bytes, self._record.digest):
-                slabs[self._target.tier].write(self._target.slot, staging.bytes, self._record)
+                self.at_tier = self.target_tier
+                slabs[self.at_tier].write(self._target.slot, staging.bytes, self._record)
                 self.is_done = True
         except OSError as error:
             self.error = error
@@ -166,7 +174,8 @@ class LoadCopy(Copy):
                 return LoadEnd.STOPPED
             if not self._is_worth_reading():
                 return LoadEnd.SLOW
-            slabs[piece.place.tier].read(piece.place.slot, staging.bytes)
+            self.at_tier = piece.place.tier
+            slabs[self.at_tier].read(piece.place.slot, staging.bytes)
             if not is_whole(staging.bytes, piece.digest):
                 return LoadEnd.CORRUPT
             if not self._with_pool(lambda piece=piece: self._give(staging, piece)):  # type: ignore[misc]

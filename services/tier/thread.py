@@ -44,6 +44,10 @@ class TierThread:
     def num_writes(self) -> int:
         return len(self._writes)
 
+    @property
+    def running(self) -> Copy | None:
+        return self._running
+
     def submit(self, copy: Copy) -> bool:
         is_read = isinstance(copy, LoadCopy)
         queue, most = (self._reads, _MOST_READS) if is_read else (self._writes, MOST_WRITES)

@@ -239,10 +239,12 @@ class Storing:
     def note_move(self, move: Move) -> None:
         self._num_moves -= 1
         self._books.moved(move.block, good=move.is_done)
-        if move.error is not None:
-            self._health.note_error(move.tiers[1], str(move.error), reading=False)
-        elif not move.is_done:
+        if move.has_failed_to_read:
+            why = "a digest differs" if move.error is None else str(move.error)
+            self._health.note_error(move.source_tier, why, reading=True)
             self._books.drop(move.block)
+        elif move.error is not None:
+            self._health.note_error(move.target_tier, str(move.error), reading=False)
 
     def check(self) -> None:
         for page, store in self._copied.items():

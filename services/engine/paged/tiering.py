@@ -198,12 +198,20 @@ class Tiering:
             self._go_on(fill)
         for fill in late:
             assert fill.load is not None
-            for piece in fill.load.pieces[fill.load.num_done :][:1]:
-                self._health.note_error(piece.place.tier, "a read is late", reading=True)
+            self._note_late(fill.load)
             self._go_on(fill)
         if not self.is_lost:
             self.storing.turn()
         return bool(waited) or len(self._fills) < num_fills
+
+    def _note_late(self, load: LoadCopy) -> None:
+        """Blame the tier that the thread is at, which may be another copy's."""
+        pieces = load.pieces[load.num_done :][:1]
+        tier = pieces[0].place.tier if pieces else None
+        if (running := self.thread.running) is not None and running.at_tier is not None:
+            tier = running.at_tier
+        if tier is not None:
+            self._health.note_error(tier, "a read is late", reading=True)
 
     def _take_ended(self) -> None:
         while (copy := self._next_ended()) is not None:
@@ -297,7 +305,8 @@ class Tiering:
         self.counts.loads[load.end.value] = self.counts.loads.get(load.end.value, 0) + 1
         for tier, num_bytes in load.read_bytes.items():
             self.counts.bytes_up += num_bytes
-            self._health.trust[tier].note_read(num_bytes, load.read_s[tier])
+            is_whole = load.end in (LoadEnd.WHOLE, LoadEnd.SLOW)
+            self._health.trust[tier].note_read(num_bytes, load.read_s[tier], is_whole=is_whole)
         if is_bad:
             why = "a digest differs" if load.end is LoadEnd.CORRUPT else str(load.error)
             self._health.note_error(load.pieces[load.num_done].place.tier, why, reading=True)
@@ -311,7 +320,7 @@ class Tiering:
 
     def figures(self) -> TierCounts:
         self.counts.slots = sum(self._num_slots)
-        self.counts.held = len(self.books)
+        self.counts.held = self.books.num_held
         self.counts.is_off = self._is_off
         return self.counts
 

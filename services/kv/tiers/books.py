@@ -23,12 +23,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from typing import NamedTuple
 
 from services.kv.block_hash import BlockLedger
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
+
+_MOST_LOOKED_AT = 256
 
 
 class Place(NamedTuple):
@@ -86,6 +89,7 @@ class TierBooks:
         self._orphans_of: dict[bytes, list[Place]] = {}  # Some were dropped since. The key is the parent's.
         self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
         self._sequence = 0
+        self._num_writing = 0
 
     def __repr__(self) -> str:
         return f"TierBooks(blocks={len(self._blocks)} free={[len(slots) for slots in self._free]})"
@@ -95,6 +99,10 @@ class TierBooks:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
+
+    @property
+    def num_held(self) -> int:
+        return len(self._blocks) - self._num_writing
 
     def free_slots(self, tier: int) -> int:
         return len(self._free[tier]) + len(self._orphans[tier])
@@ -202,6 +210,7 @@ class TierBooks:
             return None
         self._sequence += 1
         block = Block(key, parent, block_hash, Place(0, slot), self._sequence, busy=1)
+        self._num_writing += 1
         self._add(block)
         return block
 
@@ -209,6 +218,7 @@ class TierBooks:
         block.digest = digest
         if block.state is SlotState.WRITING:
             block.state = SlotState.HELD
+            self._num_writing -= 1
             self._tell(block, held=True)
             self._adopt(block.key)
         self._unbusy(block)
@@ -235,7 +245,7 @@ class TierBooks:
         """
         if tier + 1 >= len(self._num_slots):
             return None
-        block = next((b for b in self._by_use[tier] if self._may_move(b)), None)
+        block = next(filter(self._may_move, self._oldest(tier)), None)
         if block is None or (slot := self._take(tier + 1, spared=block)) is None:
             return None
         block.moves_to = Place(tier + 1, slot)
@@ -284,6 +294,8 @@ class TierBooks:
         assert sorted(places) == due, f"slots are lost, or in two places: {sorted(places)}"
         for key, block in self._blocks.items():
             self._check_block(key, block)
+        num_writing = sum(block.state is SlotState.WRITING for block in self._blocks.values())
+        assert num_writing == self._num_writing, f"{num_writing} are written, {self._num_writing} are counted"
         for block in self._leaving:
             assert block.state is SlotState.BAD and block.busy > 0, f"{block} should be free"
 
@@ -311,6 +323,7 @@ class TierBooks:
             self._told_of_files.note(block_hash, stored=held)
 
     def _remove(self, block: Block) -> None:
+        self._num_writing -= block.state is SlotState.WRITING
         if block.state is SlotState.HELD:
             self._tell(block, held=False)
         del self._blocks[block.key]
@@ -332,8 +345,16 @@ class TierBooks:
         return self._free[tier].pop() if self._free[tier] else None
 
     def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
-        may_go = (b for b in self._by_use[tier] if _is_idle(b) and not b.children and b is not spared)
+        may_go = (b for b in self._oldest(tier) if _is_idle(b) and not b.children and b is not spared)
         return next(may_go, None)
+
+    def _oldest(self, tier: int) -> Iterable[Block]:
+        """Return the few blocks among which one that may go is sought.
+
+        Children are older than their parents, so it is nearly always the first. Where the next tier is off,
+        all may be parents of its blocks, and to look at each of them would take too long.
+        """
+        return islice(self._by_use[tier], _MOST_LOOKED_AT)
 
     def _may_move(self, block: Block) -> bool:
         tier = block.place.tier

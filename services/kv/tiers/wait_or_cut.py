@@ -53,8 +53,10 @@ class TierTrust:
         """Return the predicted time to read so many bytes; 0 if the rate is unknown."""
         return num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
-    def note_read(self, num_bytes: int, took_s: float) -> None:
-        self._errors[True] = 0
+    def note_read(self, num_bytes: int, took_s: float, *, is_whole: bool = True) -> None:
+        """Learn the rate. Errors in a row are over only if all was read that was to be."""
+        if is_whole:
+            self._errors[True] = 0
         rate = num_bytes / max(took_s, 1e-6)
         mean = self.bytes_per_s
         self.bytes_per_s = rate if mean == 0.0 else (1 - _LEARNING) * mean + _LEARNING * rate

@@ -193,6 +193,30 @@ def test_a_tier_moves_what_it_cannot_keep_down_to_the_next_one():
     books.check()
 
 
+def test_a_tier_full_of_parents_of_another_tiers_blocks_is_not_looked_through():
+    books = TierBooks([5000, 5000])
+    records = [
+        Stored(n, n.to_bytes(16), (n - 1).to_bytes(16) if n > 1 else ROOT, 0, 0, n) for n in range(1, 5000)
+    ]
+    books.load([records[:-1], records[-1:]])
+    looked_at = []
+    books._may_move = lambda block: looked_at.append(block)
+    assert books.begin_move(0) is None and 0 < len(looked_at) < 500
+
+
+def test_what_is_being_written_is_not_held_yet():
+    books = TierBooks([3])
+    first = held(books, (1,))
+    second, third = (books.claim(key_of(path), key_of(path[:-1]), 0) for path in ((1, 1), (1, 2)))
+    assert (books.num_held, len(books)) == (1, 3)
+    books.written(second, 0)
+    assert books.num_held == 2
+    books.drop(first)
+    books.written(third, 0)
+    assert (books.num_held, books.free_slots(0)) == (0, 3)
+    books.check()
+
+
 def test_a_table_that_leads_in_a_circle_is_of_no_use():
     books = TierBooks([2])
     books.load([[Stored(0, b"a" * 16, b"b" * 16, 0, 0, 1), Stored(1, b"b" * 16, b"a" * 16, 0, 0, 2)]])

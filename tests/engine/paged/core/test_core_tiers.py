@@ -13,7 +13,7 @@ from services.engine.paged.tiering import FillHooks, Tiering
 from services.kv.tiers.books import SlotState, TierBooks
 from services.kv.tiers.tier_keys import keys_of, layout_id, scope
 from services.tier import slab as slabs
-from services.tier.copies import LoadCopy, Staging, Store
+from services.tier.copies import LoadCopy, Move, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
 from services.values.rank_reports import RankLoad
 
@@ -27,6 +27,7 @@ class ByHand:
         self.slabs, self.staging, self.done = slabs, staging, done
         self.waiting = []
         self.takes, self.most = True, 99
+        self.running = None
 
     @property
     def num_writes(self):
@@ -465,6 +466,52 @@ def test_a_tier_that_keeps_failing_is_left_alone_for_a_while():
     rank.faults.clear()
     rank.now += 31
     assert not rank.tiers.figures().is_off
+
+
+def test_errors_in_a_row_are_of_the_tier_that_fails_and_only_a_whole_read_ends_the_row(subtests):
+    prompt = prompt_of(1, 40)
+
+    def reading(prompt=prompt):
+        rank.core.cache.clear()
+        seq = rank.submit(prompt, 1)
+        rank.step()
+        assert seq.phase is Phase.FILLING
+        return next(copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy))
+
+    with subtests.test("a disk that fails after a good block each time"):
+        rank = with_stored(prompt)
+        trust = rank.tiers._health.trust[0]
+        for number, each in enumerate((prompt, prompt_of(200, 40)), start=1):
+            rank.faults[rank.slot_at(reading(each).pieces[1].place)] = OSError(5, "I/O error")
+            rank.thread.run(LoadCopy)
+            while rank.core._active:
+                rank.turn()
+            assert trust._errors[True] == number
+    with subtests.test("a late read is the fault of the tier that the thread is at"):
+        rank = with_stored(prompt, num_slots=(64, 64))
+        load = reading()
+        move = Move(rank.tiers.books.begin_move(0))
+        move.at_tier, rank.thread.running = 1, move
+        rank.now += 31.0
+        rank.step()
+        assert [trust._errors[True] for trust in rank.tiers._health.trust] == [0, 1]
+        assert load.is_stopped
+
+
+def test_a_block_that_cannot_be_read_moves_nowhere_and_is_no_fault_of_the_next_tier():
+    rank = TieredRank(num_slots=(6, 64))
+    rank.generate(prompt_of(1, 40))
+    rank.fill_pool(2)
+    rank.turn()
+    books = rank.tiers.books
+    leaf = next(filter(books._may_move, books._by_use[0]))
+    rank.faults[rank.slot_at(leaf.place)] = OSError(5, "I/O error")
+    rank.tiers.storing._move_one(0)
+    rank.thread.run()
+    rank.step()
+    errors = [trust._errors for trust in rank.tiers._health.trust]
+    assert errors == [{True: 1, False: 0}, {True: 0, False: 0}] and leaf.key not in books
+    rank.core.check()
 
 
 def test_whatever_happens_answers_are_the_oracles_and_nothing_is_lost():
