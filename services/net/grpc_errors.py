@@ -46,6 +46,7 @@ _STATUS: dict[type[IsthmusError], grpc.StatusCode] = {
     PeerFailed: grpc.StatusCode.UNAVAILABLE,
     KvCorrupt: grpc.StatusCode.UNAVAILABLE,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    RankLeaves: grpc.StatusCode.UNAVAILABLE,
     StaleGeneration: grpc.StatusCode.FAILED_PRECONDITION,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     Aborted: grpc.StatusCode.CANCELLED,
