@@ -29,6 +29,7 @@ VALUES = {
     "draft-model": "/model/draft",
     "kv-dtype": "fp8_e4m3",
     "pull": "off",
+    "move-running": True,
 }
 
 
