@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from bench.index.simulated_ledger import newest_of, stamped_s
-from services.index.read.prefix_index import Draft, PrefixIndex
+from services.index.read.prefix_index import IndexDraft, PrefixIndex
 from services.values.rank import RankId
 
 
@@ -51,11 +51,11 @@ class TimedIndex(PrefixIndex):
             self._num_new += len(added)
         return applied
 
-    def add_to_draft(self, draft: Draft, hashes: Iterable[int]) -> None:
+    def add_to_draft(self, draft: IndexDraft, hashes: Iterable[int]) -> None:
         super().add_to_draft(draft, hashes)
         self._drafted += list(hashes)
 
-    def show_draft(self, draft: Draft, rank: RankId) -> None:
+    def show_draft(self, draft: IndexDraft, rank: RankId) -> None:
         super().show_draft(draft, rank)
         drafted, self._drafted = self._drafted, []
         if self._timing and drafted:

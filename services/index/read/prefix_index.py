@@ -199,7 +199,7 @@ class HeldBelow(Held):
 
 
 @dataclass(slots=True)
-class Draft:
+class IndexDraft:
     held: int  # These are columns.
     files: int | None = None
 
@@ -256,13 +256,13 @@ class PrefixIndex:
 
     # -- snapshots: drafted in parts, seen at once -----------------------------------------------------
 
-    def draft(self) -> Draft:
-        return Draft(self._holders.take_column())
+    def draft(self) -> IndexDraft:
+        return IndexDraft(self._holders.take_column())
 
-    def add_to_draft(self, draft: Draft, hashes: Iterable[int]) -> None:
+    def add_to_draft(self, draft: IndexDraft, hashes: Iterable[int]) -> None:
         self._add(draft.held, hashes)
 
-    def mark_in_files(self, draft: Draft, hashes: Iterable[int]) -> None:
+    def mark_in_files(self, draft: IndexDraft, hashes: Iterable[int]) -> None:
         """Note that these blocks of the draft lie in files."""
         if draft.files is None:
             draft.files = self._holders.take_column()
@@ -272,7 +272,7 @@ class PrefixIndex:
         blocks = packed(hashes)
         self._holders.change(blocks, np.full(len(blocks), column), np.ones(len(blocks), np.bool_))
 
-    def show_draft(self, draft: Draft, rank: RankId) -> None:
+    def show_draft(self, draft: IndexDraft, rank: RankId) -> None:
         """Let the rank hold exactly the draft's blocks, in place of those of this or another incarnation.
 
         Its checkpoints stay: changing them takes long, so the caller does it in slices.
@@ -285,7 +285,7 @@ class PrefixIndex:
         if draft.files is not None:
             self._file_columns[key] = draft.files
 
-    def drop_draft(self, draft: Draft) -> None:
+    def drop_draft(self, draft: IndexDraft) -> None:
         self._holders.give_column(draft.held)
         if draft.files is not None:
             self._holders.give_column(draft.files)
