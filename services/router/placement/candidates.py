@@ -280,6 +280,8 @@ class PlacementRequest:
     most_tokens: int | None = None  # prompt and output together; None: no limit, or more than any rank holds
     longest_tokens: float = 0  # the most tokens of one request that any decode rank holds
     carried_bytes: float = 0.0  # the per-request state at its end; always sent, whatever decode holds
+    prefill_requests_per_s: float = 0.0  # the prompts that come to be computed at one rank
+    decode_requests_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

@@ -34,6 +34,7 @@ from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
 from services.router.placement.sources import Holder, PullSources
 from services.router.ranks.balance import Balance
+from services.router.ranks.learned import Arrivals
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
@@ -105,6 +106,7 @@ class Placer:
         self._sources = PullSources(index, balance, settings.index_block, is_connected)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
+        self._arrivals = {role: Arrivals(balance.clock()) for role in (Role.DECODE, Role.PREFILL)}
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Take these as the ranks that there are now, of each role in the order of their keys."""
@@ -251,7 +253,14 @@ class Placer:
             most_tokens=most if most is not None and most <= self._longest_tokens else None,
             longest_tokens=self._longest_tokens,
             carried_bytes=self.carried_bytes(asked.prompt_tokens),
+            prefill_requests_per_s=self._requests_per_s(Role.PREFILL, self._prefills),
+            decode_requests_per_s=self._requests_per_s(Role.DECODE, self._decodes),
         )
+
+    def _requests_per_s(self, role: Role, side: _Side) -> float:
+        """Return the prompts that come to be computed at one rank, if the other routers send as many each."""
+        all_per_s = self._share.of * self._arrivals[role].per_s(self._balance.clock())
+        return all_per_s / max(1, len(side.ranks))
 
     def _receiving(self, asked: Asked) -> _Side:
         if (at := asked.at) is None:
@@ -403,6 +412,8 @@ class Placer:
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
+        computing = Role.DECODE if decision.chosen.prefill is None else Role.PREFILL
+        self._arrivals[computing].add(self._balance.clock())
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:

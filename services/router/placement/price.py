@@ -48,6 +48,9 @@ class PriceWeights:
     # queue with the shortest wait, as about so many will wait behind this one; with an empty queue they are
     # free.
     occupy_weight: float = 1.0
+    # This weighs the seconds that those wait who come while the rank computes the prompt, half of that time
+    # each in the mean. Some of them will be served as soon elsewhere.
+    later_weight: float = 0.5
     # This weighs the seconds by which the tokens of the sequences running there come later.
     itl_weight: float = 0.05
     # This weighs the seconds to recompute what is evicted. Not all of it will be requested again.
@@ -164,9 +167,17 @@ class PriceList:
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.occupy = _occupy(weights, prefills)
         self.occupy_local = _occupy(weights, decodes)
+        self.later = weights.later_weight * request.prefill_requests_per_s / 2
+        self.later_local = weights.later_weight * request.decode_requests_per_s / 2
         # Evicted KV will be computed again by any prefill rank, or by a decode rank if there are none.
         self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
+
+    def occupy_s(self, compute_s: float) -> float:
+        return (self.occupy + self.later * compute_s) * compute_s
+
+    def occupy_local_s(self, compute_s: float) -> float:
+        return (self.occupy_local + self.later_local * compute_s) * compute_s
 
     def senders(self, prefills: Sequence[PrefillCandidate]) -> list[Sender]:
         senders = [self.sender(prefill) for prefill in prefills]
@@ -179,7 +190,7 @@ class PriceList:
         compute_s = max(1, prompt - reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
-        wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy * compute_s
+        wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s)
         evict_s = evicted * self.evict_s_per_token
         fixed_s = wait_s + occupy_s + evict_s
         if source is not None:
@@ -222,7 +233,7 @@ class PriceList:
             "wait_decode": receiver.wait_s,
             **self.up_terms(decode, source, receiver.wait_s),
             "compute": compute_s,
-            "occupy": self.occupy_local * compute_s,
+            "occupy": self.occupy_local_s(compute_s),
             "wait_room": receiver.room_s,
             "evict_decode": receiver.evict_s,
             "itl": self.weights.itl_weight * decode.running * compute_s,
@@ -315,7 +326,7 @@ class PriceList:
         wait_s, room_s, evict_s, outgrow_s, _, _, _, decode = receiver
         compute_s = uncached / decode.prefill_tokens_per_s
         itl_s = self.weights.itl_weight * decode.running * compute_s
-        return sum((wait_s, compute_s, self.occupy_local * compute_s, room_s, evict_s, itl_s, outgrow_s))
+        return sum((wait_s, compute_s, self.occupy_local_s(compute_s), room_s, evict_s, itl_s, outgrow_s))
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source

@@ -21,6 +21,7 @@ _RISE, _FALL = 0.3, 0.1
 _MAX_RATIO = 4.0  # This limits the ratio of a sample to the learned value, either way.
 _SETTLED_WEIGHT = 3.0  # This holds from this weight of samples on.
 _HALF_LIFE_S = 60.0  # Old values fade towards the usual; else a rank once slow would never be tried again.
+_LEAST_COUNTED_S = 10.0  # Requests of a shorter time say little of how many come a second.
 _FULL_WEIGHT_TOKENS = 256
 _MIN_TOKENS = 16  # Fewer measure the cost of a step, not the rate.
 _MIN_BYTES = 1 << 20  # Fewer measure the calls around a transfer.
@@ -49,6 +50,26 @@ class _Learned:
     def faded(self, now: float, usual: float) -> float:
         kept = math.exp2((self.learned_s - now) / _HALF_LIFE_S)
         return usual + (self.value - usual) * kept
+
+
+class Arrivals:
+    """This counts the requests that come a second, where older ones count less."""
+
+    def __init__(self, now: float) -> None:
+        self._began_s = self._counted_s = now
+        self._count = 0.0
+
+    def add(self, now: float) -> None:
+        self._count, self._counted_s = self._faded(now) + 1, now
+
+    def per_s(self, now: float) -> float:
+        # It has not counted for ever: this is the part of the weight of all time that it knows.
+        known_s = max(_LEAST_COUNTED_S, now - self._began_s)
+        known = 1 - math.exp2(-known_s / _HALF_LIFE_S)
+        return self._faded(now) * math.log(2) / _HALF_LIFE_S / known
+
+    def _faded(self, now: float) -> float:
+        return self._count * math.exp2((self._counted_s - now) / _HALF_LIFE_S)
 
 
 @dataclass(slots=True)

@@ -43,6 +43,18 @@ def test_terms_of_a_remote_placement():
     }
 
 
+def test_a_copy_costs_those_that_come_while_it_is_computed():
+    """An idle rank would compute the prompt in 0.8 s, and the holder is free in 1.2 s."""
+    ranks = [decode(0, hit_tokens=4_000, pending_tokens=6_000), decode(1)]
+    asked = request(plans=LOCAL)
+    assert choose(asked, ranks).chosen.decode.id.rank == 1
+    busier = replace(asked, decode_requests_per_s=5.0)
+    decision = choose(busier, ranks)
+    assert decision.chosen.decode.id.rank == 0
+    (idle,) = [priced for priced in decision.ranked if priced.decode.id.rank == 1]
+    assert dict(idle.terms)["occupy"] == pytest.approx(0.5 * 5.0 * 0.8 * 0.8 / 2)
+
+
 def test_terms_of_a_local_placement():
     busy = decode(0, hit_tokens=3_000, pending_tokens=500, running=4, queued=1)
     idle = decode(1)

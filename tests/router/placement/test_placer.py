@@ -1,5 +1,7 @@
 """Where requests go that come at once, by one router or by two."""
 
+import pytest
+
 from router.placement.known_cluster import BLOCK, Router, chains
 from services.router.placement.price import PriceWeights
 from services.router.ranks.rank_order import Share
@@ -46,6 +48,19 @@ def test_a_hot_prefix_spreads_when_its_rank_is_busy():
         chosen.append(decision.chosen.decode.id.rank)
     assert chosen[0] == 0
     assert set(chosen) == {0, 1, 2, 3}
+
+
+def test_prompts_that_come_to_a_role_are_counted_for_each_rank_and_router(subtests):
+    for routers in (1, 2):
+        with subtests.test(routers=routers):
+            router = Router(4, 0, PriceWeights())
+            router.placer.set_share(Share(0, routers))
+            for number in range(8):
+                decision = router.place()
+                router.placer.sent(str(number), chains(0), 1, decision)
+            asked = router.place()._pricing.request
+            assert asked.decode_requests_per_s == pytest.approx(routers * 8 / 4 / 10, rel=0.1)
+            assert asked.prefill_requests_per_s == 0.0
 
 
 def test_while_everybody_waits_hits_count_for_more():

@@ -204,3 +204,19 @@ def test_what_a_pull_takes(subtests):
     with subtests.test("a rank that begins anew has no past"):
         balance.forget(D0)
         assert balance.pull_pace(D0, P1).begins_s == pytest.approx(0.005)
+
+
+def test_arrivals_are_counted_by_the_second_and_fade():
+    arrivals = speeds_module.Arrivals(0.0)
+    assert arrivals.per_s(0.0) == 0.0
+    for tenth in range(1, 6_001):
+        arrivals.add(tenth / 10)
+        if tenth in (100, 300, 6_000):
+            assert arrivals.per_s(tenth / 10) == pytest.approx(10.0, rel=0.02)
+    assert arrivals.per_s(660.0) == pytest.approx(5.0, rel=0.02)
+
+
+def test_a_few_seconds_are_too_short_to_tell_how_many_come():
+    arrivals = speeds_module.Arrivals(0.0)
+    arrivals.add(0.001)
+    assert arrivals.per_s(0.001) == pytest.approx(0.1, rel=0.1)
