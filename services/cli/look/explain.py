@@ -83,7 +83,7 @@ def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None
 
 def format_candidates(answer: generation_pb2.ExplainResponse, width: int | None = None) -> str:
     terms = [term for candidate in answer.candidates for term in candidate.terms]
-    counting = {term.name for term in terms if term.seconds > 0}
+    counting = {term.name for term in terms if term.seconds}
     present = {term.name: None for term in terms}
     names = [name for name in (*_ORDER, *(present.keys() - {*_ORDER})) if name in counting]
     headings = ["", "decode", "prefill", "plan", *names, "total ms", "note"]

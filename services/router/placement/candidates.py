@@ -282,6 +282,8 @@ class PlacementRequest:
     carried_bytes: float = 0.0  # the per-request state at its end; always sent, whatever decode holds
     prefill_requests_per_s: float = 0.0  # the prompts that come to be computed at one rank
     decode_requests_per_s: float = 0.0
+    paid_tokens: int = 0  # the most that any rank need not compute
+    paid_s: float = 0.0  # Requests have waited so long at ranks that hold those, while others had less to do.
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or self.chunk_tokens < 1 or not self.plans:

@@ -150,6 +150,18 @@ class Decision:
     _pricing: "PriceList" = field(compare=False, repr=False)
 
     @property
+    def excess_wait_s(self) -> float:
+        """Return by how much the wait of the rank that computes exceeds the shortest one of its role."""
+        prefill, decode, pricing = self.chosen.prefill, self.chosen.decode, self._pricing
+        if prefill is None:
+            return decode.pending_tokens / decode.prefill_tokens_per_s - pricing.shortest_local_s
+        return prefill.pending_tokens / prefill.prefill_tokens_per_s - pricing.shortest_s
+
+    @property
+    def longest_reuse(self) -> int:
+        return self._pricing.request.paid_tokens
+
+    @property
     def ranked(self) -> tuple[Priced, ...]:
         """Return the cheapest way of each promising (decode rank, plan) and prefill rank, the cheapest first.
 

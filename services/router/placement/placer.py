@@ -21,6 +21,7 @@ from services.kv.ticket import difference
 from services.router.placement import exclusion
 from services.router.placement.candidates import (
     Asked,
+    Candidate,
     DecodeCandidate,
     PlacementRequest,
     PrefillCandidate,
@@ -34,7 +35,7 @@ from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
 from services.router.placement.sources import Holder, PullSources
 from services.router.ranks.balance import Balance
-from services.router.ranks.learned import Arrivals
+from services.router.ranks.learned import Arrivals, PaidWaits
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
@@ -106,6 +107,7 @@ class Placer:
         self._sources = PullSources(index, balance, settings.index_block, is_connected)
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
+        self._paid = PaidWaits()
         self._arrivals = {role: Arrivals(balance.clock()) for role in (Role.DECODE, Role.PREFILL)}
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
@@ -235,13 +237,15 @@ class Placer:
             if Plan.LOCAL in asked.plans:
                 decodes = [self._with_sources(decode, holders) for decode in decodes]
         max_wait_s = bound_s(asked.max_wait_s, decodes, prefills)
-        return self._request(asked, max_wait_s), decodes, prefills, holders
+        candidates: list[Candidate] = [*decodes, *prefills]
+        longest = max([rank.reused_tokens for rank in candidates if not rank.excluded], default=0)
+        return self._request(asked, max_wait_s, longest), decodes, prefills, holders
 
     def _with_sources(self, candidate: _Candidate, holders: Sequence[Holder]) -> _Candidate:
         sources = self._sources.of(candidate, holders)
         return candidate._replace(sources=sources) if sources else candidate
 
-    def _request(self, asked: Asked, max_wait_s: float) -> PlacementRequest:
+    def _request(self, asked: Asked, max_wait_s: float, longest: int) -> PlacementRequest:
         layout, most = self._layout, asked.most_tokens
         return PlacementRequest(
             prompt_tokens=asked.prompt_tokens,
@@ -255,7 +259,24 @@ class Placer:
             carried_bytes=self.carried_bytes(asked.prompt_tokens),
             prefill_requests_per_s=self._requests_per_s(Role.PREFILL, self._prefills),
             decode_requests_per_s=self._requests_per_s(Role.DECODE, self._decodes),
+            paid_tokens=longest,
+            paid_s=self._paid_s(asked.hashes, longest),
         )
+
+    def _paid_s(self, hashes: Sequence[BlockHash], tokens: int) -> float:
+        blocks = tokens // self._settings.index_block
+        return self._paid.of(hashes[blocks - 1], self._balance.clock()) if blocks else 0.0
+
+    def _pay(self, hashes: Sequence[BlockHash], decision: Decision) -> None:
+        """Count the wait for what a rank holds. What it has yet to compute could not have been elsewhere."""
+        chosen, block = decision.chosen, self._settings.index_block
+        blocks = decision.longest_reuse // block
+        if blocks and chosen.source is None:
+            computing = chosen.prefill or chosen.decode
+            if computing.reused_tokens // block < blocks:
+                self._paid.spend(hashes[blocks - 1])
+            elif computing.indexed_reused_tokens // block >= blocks:
+                self._paid.add(hashes[blocks - 1], decision.excess_wait_s, self._balance.clock())
 
     def _requests_per_s(self, role: Role, side: _Side) -> float:
         """Return the prompts that come to be computed at one rank, if the other routers send as many each."""
@@ -414,6 +435,7 @@ class Placer:
     ) -> None:
         computing = Role.DECODE if decision.chosen.prefill is None else Role.PREFILL
         self._arrivals[computing].add(self._balance.clock())
+        self._pay(hashes, decision)
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 
     def carried_bytes(self, prompt_tokens: int) -> int:

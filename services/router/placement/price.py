@@ -13,6 +13,9 @@ Transfer is priced by the tokens that the decode rank lacks, and compute by wher
 on. In models with window tails and states beside full attention's pages, it may have to go on before the end
 of its hit. This per-request state (`carried`) is sent after the last chunk is computed.
 
+Requests that wait at a rank for what it holds, while others have less to do, pay for a copy: once they have
+waited as long as it takes to compute, the next one computes it. `occupy` is less by what they have paid.
+
 occupy, evict, itl and lend are what a request costs the requests that come after it or run beside it. Without
 them each request would take the rank that is best for itself, caches would fill with copies, and all would
 wait longer.
@@ -165,19 +168,30 @@ class PriceList:
         self.bandwidth = bandwidth
         # A request cannot become longer than the largest rank holds.
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
-        self.occupy = _occupy(weights, prefills)
-        self.occupy_local = _occupy(weights, decodes)
+        self.shortest_s, self.occupy = _occupy(weights, prefills)
+        self.shortest_local_s, self.occupy_local = _occupy(weights, decodes)
         self.later = weights.later_weight * request.prefill_requests_per_s / 2
         self.later_local = weights.later_weight * request.decode_requests_per_s / 2
         # Evicted KV will be computed again by any prefill rank, or by a decode rank if there are none.
         self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
-    def occupy_s(self, compute_s: float) -> float:
-        return (self.occupy + self.later * compute_s) * compute_s
+    def occupy_s(self, compute_s: float, tokens_per_s: float) -> float:
+        paid_s = self.paid_s(compute_s, tokens_per_s, self.later)
+        return (self.occupy + self.later * compute_s) * compute_s - paid_s
 
-    def occupy_local_s(self, compute_s: float) -> float:
-        return (self.occupy_local + self.later_local * compute_s) * compute_s
+    def occupy_local_s(self, compute_s: float, tokens_per_s: float) -> float:
+        paid_s = self.paid_s(compute_s, tokens_per_s, self.later_local)
+        return (self.occupy_local + self.later_local * compute_s) * compute_s - paid_s
+
+    def paid_s(self, compute_s: float, tokens_per_s: float, later: float) -> float:
+        """Return what requests have waited for the lack of a copy, if this one computes it; at most what that
+        costs."""
+        request = self.request
+        if not request.paid_s:
+            return 0.0
+        copy_s = compute_s - (request.prompt_tokens - request.paid_tokens) / tokens_per_s
+        return min(request.paid_s, copy_s * (1 + later * compute_s)) if copy_s > 0 else 0.0
 
     def senders(self, prefills: Sequence[PrefillCandidate]) -> list[Sender]:
         senders = [self.sender(prefill) for prefill in prefills]
@@ -190,7 +204,7 @@ class PriceList:
         compute_s = max(1, prompt - reused_tokens) / rate
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
-        wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s)
+        wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s, rate)
         evict_s = evicted * self.evict_s_per_token
         fixed_s = wait_s + occupy_s + evict_s
         if source is not None:
@@ -233,7 +247,7 @@ class PriceList:
             "wait_decode": receiver.wait_s,
             **self.up_terms(decode, source, receiver.wait_s),
             "compute": compute_s,
-            "occupy": self.occupy_local_s(compute_s),
+            "occupy": self.occupy_local_s(compute_s, decode.prefill_tokens_per_s),
             "wait_room": receiver.room_s,
             "evict_decode": receiver.evict_s,
             "itl": self.weights.itl_weight * decode.running * compute_s,
@@ -326,7 +340,8 @@ class PriceList:
         wait_s, room_s, evict_s, outgrow_s, _, _, _, decode = receiver
         compute_s = uncached / decode.prefill_tokens_per_s
         itl_s = self.weights.itl_weight * decode.running * compute_s
-        return sum((wait_s, compute_s, self.occupy_local_s(compute_s), room_s, evict_s, itl_s, outgrow_s))
+        occupy_s = self.occupy_local_s(compute_s, decode.prefill_tokens_per_s)
+        return sum((wait_s, compute_s, occupy_s, room_s, evict_s, itl_s, outgrow_s))
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source
@@ -337,7 +352,8 @@ class PriceList:
         return Priced(option.decode, prefill, option.plan, tuple(terms.items()), source)
 
 
-def _occupy(weights: PriceWeights, candidates: Sequence[Candidate]) -> float:
+def _occupy(weights: PriceWeights, candidates: Sequence[Candidate]) -> tuple[float, float]:
+    """Return the shortest wait of these ranks, and what a second of computing costs those who wait there."""
     waits = [(rank.pending_tokens / rank.prefill_tokens_per_s, rank.queued) for rank in candidates]
-    _, queued = min(waits, default=(0.0, 0))
-    return weights.occupy_weight * min(queued, _MAX_QUEUE)
+    shortest_s, queued = min(waits, default=(0.0, 0))
+    return shortest_s, weights.occupy_weight * min(queued, _MAX_QUEUE)

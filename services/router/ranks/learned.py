@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.values.kv import DRAFT
+from services.values.kv import DRAFT, BlockHash
 from services.values.rank import RankKey
 from services.values.request import Admitted, Pulled
 
@@ -22,6 +22,7 @@ _MAX_RATIO = 4.0  # This limits the ratio of a sample to the learned value, eith
 _SETTLED_WEIGHT = 3.0  # This holds from this weight of samples on.
 _HALF_LIFE_S = 60.0  # Old values fade towards the usual; else a rank once slow would never be tried again.
 _LEAST_COUNTED_S = 10.0  # Requests of a shorter time say little of how many come a second.
+_MAX_PAID = 4_096  # This limits the prefixes for which waits are counted.
 _FULL_WEIGHT_TOKENS = 256
 _MIN_TOKENS = 16  # Fewer measure the cost of a step, not the rate.
 _MIN_BYTES = 1 << 20  # Fewer measure the calls around a transfer.
@@ -70,6 +71,31 @@ class Arrivals:
 
     def _faded(self, now: float) -> float:
         return self._count * math.exp2((self._counted_s - now) / _HALF_LIFE_S)
+
+
+class PaidWaits:
+    """Requests have waited so many seconds at the ranks that hold a prefix, while others had less to do.
+
+    Whoever computes a copy of it elsewhere spends them. The least recently paid prefix is forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._paid: dict[BlockHash, tuple[float, float]] = {}  # the seconds, and when they were paid
+
+    def of(self, prefix: BlockHash, now: float) -> float:
+        paid_s, since_s = self._paid.get(prefix, (0.0, now))
+        return paid_s * math.exp2((since_s - now) / _HALF_LIFE_S)
+
+    def add(self, prefix: BlockHash, waited_s: float, now: float) -> None:
+        if waited_s > 0:
+            paid_s = self.of(prefix, now) + waited_s
+            self.spend(prefix)
+            self._paid[prefix] = paid_s, now
+            if len(self._paid) > _MAX_PAID:
+                del self._paid[next(iter(self._paid))]
+
+    def spend(self, prefix: BlockHash) -> None:
+        self._paid.pop(prefix, None)
 
 
 @dataclass(slots=True)

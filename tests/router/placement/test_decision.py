@@ -6,6 +6,7 @@ import pytest
 
 from router.placement.placement_ranks import (
     LOCAL,
+    NO_SLACK,
     REMOTE,
     WEIGHTS,
     choose,
@@ -53,6 +54,22 @@ def test_a_copy_costs_those_that_come_while_it_is_computed():
     assert decision.chosen.decode.id.rank == 0
     (idle,) = [priced for priced in decision.ranked if priced.decode.id.rank == 1]
     assert dict(idle.terms)["occupy"] == pytest.approx(0.5 * 5.0 * 0.8 * 0.8 / 2)
+
+
+def test_waits_for_what_one_rank_holds_pay_for_a_copy(subtests):
+    ranks = [
+        decode(0, hit_tokens=3_000, pending_tokens=2_000),
+        decode(1),
+        decode(2, prefill_tokens_per_s=2e3),
+    ]
+    asked = request(plans=LOCAL, paid_tokens=3_000)
+    for paid_s, chosen, occupy_s in [(0.0, 0, 0.0), (0.3, 1, -0.3), (9.0, 1, -0.6)]:
+        with subtests.test("no more is paid than what the copy costs", paid_s=paid_s):
+            decision = choose(replace(asked, paid_s=paid_s), ranks, weights=NO_SLACK)
+            assert decision.chosen.decode.id.rank == chosen
+            assert dict(decision.chosen.terms)["occupy"] == pytest.approx(occupy_s)
+    with subtests.test("at the holder a request waits longer than elsewhere, by 2,000 tokens"):
+        assert choose(asked, ranks, weights=NO_SLACK).excess_wait_s == pytest.approx(0.4)
 
 
 def test_terms_of_a_local_placement():

@@ -63,6 +63,23 @@ def test_prompts_that_come_to_a_role_are_counted_for_each_rank_and_router(subtes
             assert asked.prefill_requests_per_s == 0.0
 
 
+def test_a_prefix_is_copied_once_requests_have_waited_for_it_as_long_as_that_takes():
+    """Each waits for 1,000 tokens longer than elsewhere, and a copy has 40 blocks of 64 tokens."""
+    router = Router(2, 0)
+    holder, other = router.decodes
+    router.holds(holder, 40)
+    router.waits(holder, 1_000)
+    chosen = []
+    for number in range(6):
+        decision = router.place()
+        router.placer.sent(str(number), router.asked().hashes, router.asked().prompt_tokens, decision)
+        router.placer.outcomes.ended(str(number))
+        router.waits(holder, 1_000)
+        chosen.append(decision.chosen.decode.id)
+    assert chosen[:2] == [holder.id, holder.id]
+    assert other.id in chosen[2:4]
+
+
 def test_while_everybody_waits_hits_count_for_more():
     """At capacity work saved shortens all queues: then a longer wait for a hit is worth it."""
     router = Router(2, 0)

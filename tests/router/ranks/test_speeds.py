@@ -25,6 +25,7 @@ from services.router.placement.decision import place
 from services.router.placement.price import PriceWeights
 from services.router.ranks import learned as speeds_module
 from services.router.ranks.balance import Balance
+from services.values.kv import BlockHash
 from services.values.rank import Generation, Plan, RankId, RankKey
 from services.values.rank_reports import RankLoad
 
@@ -220,3 +221,20 @@ def test_a_few_seconds_are_too_short_to_tell_how_many_come():
     arrivals = speeds_module.Arrivals(0.0)
     arrivals.add(0.001)
     assert arrivals.per_s(0.001) == pytest.approx(0.1, rel=0.1)
+
+
+def test_waits_for_a_prefix_add_up_and_fade_until_they_are_spent(subtests):
+    paid, prefix, other = speeds_module.PaidWaits(), BlockHash(1), BlockHash(2)
+    paid.add(prefix, 3.0, 0.0)
+    paid.add(prefix, 1.0, 60.0)
+    assert paid.of(prefix, 60.0) == pytest.approx(2.5)
+    paid.add(other, 0.0, 60.0)
+    assert paid.of(other, 60.0) == 0.0
+    with subtests.test("the least recently paid one is forgotten first"):
+        for number in range(10, 10 + 4_096):
+            paid.add(BlockHash(number), 1.0, 61.0)
+        assert paid.of(prefix, 61.0) == 0.0
+        assert paid.of(BlockHash(10), 61.0) == 1.0
+    with subtests.test("whoever computes a copy spends them"):
+        paid.spend(BlockHash(10))
+        assert paid.of(BlockHash(10), 61.0) == 0.0
