@@ -72,7 +72,9 @@ class Outcomes:
         decode, prefill = chosen.decode, chosen.prefill
         prefill_key = prefill.id.key if prefill is not None else None
         uncached_tokens = max(1, prompt_tokens - chosen.reused_tokens)
-        self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens)
+        holder = prefill or decode
+        guessed_tokens = max(0, holder.reused_tokens - holder.indexed_reused_tokens)
+        self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens, guessed_tokens)
         # A prompt is matched when its turn to be computed comes, and by then this one is in the rank's tree.
         computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
         self._predict(computing, hashes, ttl_s, prompt_tokens)

@@ -138,14 +138,21 @@ class Balance:
 
     # -- in flight --------------------------------------------------------------------------------
 
-    def sent(self, request_id: str, decode: RankKey, prefill: RankKey | None, uncached_tokens: int) -> None:
+    def sent(
+        self,
+        request_id: str,
+        decode: RankKey,
+        prefill: RankKey | None,
+        uncached_tokens: int,
+        guessed_tokens: int = 0,
+    ) -> None:
         """Note that the request was sent; `uncached_tokens` are pending on `prefill`, or on `decode` under
-        plan local.
+        plan local, which does not hold `guessed_tokens` of the others yet.
 
         A request that was sent before leaves its first ranks.
         """
         self.ended(request_id)
-        flight = _Flight(decode, prefill or decode, uncached_tokens, self.clock())
+        flight = _Flight(decode, prefill or decode, uncached_tokens, guessed_tokens, self.clock())
         self._flights[request_id] = flight
         self._of(decode).receive(request_id, flight.sent_s)
         self._of(flight.computing).take(request_id, flight)
@@ -157,7 +164,7 @@ class Balance:
         """Note that its prompt has been computed. Nothing happens if it is not in flight."""
         flight = self._flights.get(request_id)
         if flight is not None and (rank := self._ranks.get(flight.computing)) is not None:
-            rank.drop(request_id)
+            rank.drop(request_id, self.clock())
             self.changed(flight.computing)
 
     def ended(self, request_id: str) -> None:
@@ -189,6 +196,8 @@ class Balance:
             done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
             if done < load.pending_tokens:
                 pending_tokens += load.pending_tokens - done
+            if (guessed := known.guessed_tokens) and load.waiting:
+                pending_tokens = max(pending_tokens - guessed, min(pending_tokens, known.most_pending(now)))
         if computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
             pending_tokens, queued = ours, max(queued, len(computing) - 1)
         running, ours = load.running, len(known.decoding) or len(computing)
@@ -282,6 +291,7 @@ class _Flight:
     decode: RankKey
     computing: RankKey
     uncached_tokens: int
+    guessed_tokens: int
     sent_s: float
 
 
@@ -294,6 +304,8 @@ class _KnownRank:
     decoding: set[str] = field(default_factory=set)  # These stay until ended.
     computing: dict[str, _Flight] = field(default_factory=dict)  # These stay until admitted.
     computing_tokens: int = 0
+    guessed_tokens: int = 0
+    first_s: float = float("-inf")  # The first of `computing` has been the first since then.
     unseen: set[str] = field(default_factory=set)
     unseen_tokens: int = 0
     arriving_s: deque[float] = field(default_factory=deque)  # They were sent then, too late for the report.
@@ -303,15 +315,22 @@ class _KnownRank:
         self.arriving_s.append(now)
 
     def take(self, request_id: str, flight: _Flight) -> None:
+        if not self.computing:
+            self.first_s = flight.sent_s
         self.computing[request_id] = flight
         self.computing_tokens += flight.uncached_tokens
+        self.guessed_tokens += flight.guessed_tokens
         self._note_unseen(request_id, flight)
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, request_id: str, now: float) -> None:
+        is_first = next(iter(self.computing), None) == request_id
         flight = self.computing.pop(request_id, None)
         if flight is None:
             return
+        if is_first:
+            self.first_s = now
         self.computing_tokens -= flight.uncached_tokens
+        self.guessed_tokens -= flight.guessed_tokens
         if request_id in self.unseen:
             self.unseen.remove(request_id)
             self.unseen_tokens -= flight.uncached_tokens
@@ -321,6 +340,14 @@ class _KnownRank:
         must be one."""
         oldest = next(iter(self.computing.values()))
         return self.computing_tokens - int((now - oldest.sent_s) * tokens_per_s)
+
+    def most_pending(self, now: float) -> int:
+        """Return our tokens, less what it has computed of the first request since the one before it left."""
+        first = next(iter(self.computing.values()), None)
+        if first is None:
+            return 0
+        done = int((now - self.first_s) * self.load.prefill_tokens_per_s)
+        return self.computing_tokens - min(first.uncached_tokens, done)
 
     def report(self, load: RankLoad, now: float, seen_s: float) -> None:
         self.load, self.reported_s = load, now

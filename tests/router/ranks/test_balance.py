@@ -1,5 +1,7 @@
 """What is in flight at which rank, and which ranks are well, under a clock of ours."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -42,6 +44,29 @@ def test_whose_a_request_is_in_flight(subtests):
     with subtests.test("before a report the load is nil"):
         _, balance = known()
         assert balance.load(D0) == RankLoad()
+
+
+def test_what_prompts_in_a_queue_have_in_common_is_counted_once(balance, clock, subtests):
+    """The rank counted 9,000 tokens of each prompt when they came; we expect the later two to find 8,900."""
+    for name, uncached in [("a", 9_000), ("b", 100), ("c", 100)]:
+        balance.sent(name, D0, None, uncached, 9_000 - uncached)
+    clock.now += 1
+    load = RankLoad(waiting=2, pending_tokens=24_000, prefill_tokens_per_s=3_000.0)
+    balance.report(D0, load)
+    assert balance.now(D0).pending_tokens == 24_000 - 2 * 8_900
+    with subtests.test("what other routers have sent there counts as reported"):
+        balance.report(D0, replace(load, waiting=3, pending_tokens=29_000))
+        assert balance.now(D0).pending_tokens == 29_000 - 2 * 8_900
+    with subtests.test("where the rank found more than the index said, ours count as we expect"):
+        balance.report(D0, replace(load, pending_tokens=6_200))
+        assert balance.now(D0).pending_tokens == 6_200
+    with subtests.test("the next one begins when the one before it has been computed"):
+        balance.admitted("a")
+        balance.report(D0, replace(load, waiting=1, pending_tokens=18_000))
+        assert balance.now(D0).pending_tokens == 200
+    balance.ended("b")
+    balance.ended("c")
+    assert balance.now(D0).pending_tokens == 18_000
 
 
 def test_a_report_counts_what_was_sent_well_before_it(balance, clock):
