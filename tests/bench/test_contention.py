@@ -11,6 +11,7 @@ from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, clo
 from bench.placement.ours import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
 from bench.placement.ranks import DecodeRank, Job
+from bench.placement.robustness import WRONG
 from bench.placement.settings import Setting
 from bench.placement.simulation import ONE_PLAN, Simulation
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
@@ -217,3 +218,34 @@ def test_tables(subtests):
         assert means_of([table, other])[1]["ttft_p99_s"] == pytest.approx((0.8 * 4.0) ** 0.5)
     with subtests.test("equal shares are fair"):
         assert jain([2.0, 2.0]) == pytest.approx(1.0) and jain([1.0, 0.0]) == pytest.approx(0.5)
+
+
+def test_a_router_that_starts_again_knows_what_ranks_hold_and_none_of_the_requests_in_flight(subtests):
+    requests = open_arrivals(WORKLOADS["mixed"](1, 60), 0.5, 1)
+    simulation = Simulation(Setting(0, 2), "ours", requests)
+    (first,) = simulation._policies
+    WRONG["started again"].prepare(simulation)
+    (restarted,) = simulation._policies
+    simulation.serve()
+    assert len(simulation.jobs) == len(requests)
+    again = restarted._now
+    assert again is not first
+    with subtests.test("it has read what was there before it started"):
+        assert again.index.num_blocks(simulation.ranks[0].id.key) > 0
+    with subtests.test("each router hears of its own requests alone"):
+        assert not restarted._placed and not again._placed and not first._placed
+
+
+def test_what_a_router_is_told_wrong(subtests):
+    requests = open_arrivals(WORKLOADS["mixed"](1, 60), 0.5, 1)
+    with subtests.test("speeds"):
+        simulation = Simulation(Setting(2, 2), "ours", requests)
+        WRONG["every second rank twice as fast"].prepare(simulation)
+        assert [rank.load().prefill_tokens_per_s for rank in simulation.ranks] == [16e3, 8e3, 16e3, 8e3]
+        simulation.serve()
+        assert len(simulation.jobs) == len(requests)
+    with subtests.test("bandwidth"):
+        simulation = Simulation(Setting(2, 2), "ours", requests)
+        WRONG["a tenth of the bandwidth"].prepare(simulation)
+        prefill, *_, decode = (rank.id.key for rank in simulation.ranks)
+        assert simulation._policies[0]._balance.bandwidth(prefill, decode) == pytest.approx(1.25e9)
