@@ -18,6 +18,8 @@ from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import PageBooks
 from services.values.rank_reports import RankLoad
 
+pytestmark = pytest.mark.long
+
 
 def test_agents_have_the_published_shape(subtests):
     sessions = WORKLOADS["agents"](1, 2_000)

@@ -178,6 +178,7 @@ async def test_over_nixl(etcd_endpoint, page_size, cluster_name):
     )
 
 
+@pytest.mark.exact
 async def test_batches_seeds_and_shared_prompts(etcd_endpoint, cluster_name, subtests):
     with subtests.test("two conversations share a system prompt on different ranks"):
         case = Case("qwen3", 16, 24, 0, "on", "remote")

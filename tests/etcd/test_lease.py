@@ -1,5 +1,7 @@
 import asyncio
 
+import pytest
+
 from etcd.real_etcd import client, until
 from etcd.silent_member import SilentMember
 from services.etcd.embedded import EmbeddedEtcd
@@ -70,6 +72,7 @@ async def test_a_short_outage_loses_nothing(own_server: EmbeddedEtcd) -> None:
         await lease.revoke()
 
 
+@pytest.mark.long
 async def test_a_member_that_falls_silent_is_left_in_time(etcd_endpoint: str) -> None:
     async with (
         SilentMember(etcd_endpoint) as member,

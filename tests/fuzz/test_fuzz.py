@@ -13,6 +13,8 @@ from fuzz.verdict import Answer, Text, find_faults
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
+pytestmark = pytest.mark.long
+
 RANK = MappingProxyType(
     {"page_size": 16, "chunk_size": 33, "max_running_requests": 8, "kv_digest_share": 1.0}
 )

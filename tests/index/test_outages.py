@@ -100,6 +100,7 @@ async def test_members_die_one_after_the_other_and_nobody_loses_anything(tmp_pat
         assert all(mirror.blocks.gaps == mirror.torn_values == 0 for mirror in mirrors)
 
 
+@pytest.mark.long
 async def test_all_members_are_away_until_every_lease_is_lost_and_routing_goes_on(tmp_path: Path) -> None:
     async with EtcdNodes(tmp_path) as nodes, churning(nodes) as (churn, first, second):
         await nodes.kill_all()

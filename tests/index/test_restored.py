@@ -18,6 +18,8 @@ from services.index.read.mirror import Mirror, RankState
 from services.index.write.publisher import PublisherSettings
 from services.values.rank import Generation, RankId
 
+pytestmark = pytest.mark.long
+
 KEYS = ClusterKeys("c")
 HOME = RankId("d1", 0, Generation(1))
 TTL_S = 2

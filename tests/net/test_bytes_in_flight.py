@@ -253,6 +253,7 @@ async def test_a_server_refuses_above_the_bound_and_serves_when_one_has_ended():
         await server.stop()
 
 
+@pytest.mark.long
 async def test_connections_are_bounded_and_idle_ones_told_to_go():
     """grpcio closes a connection above the number as soon as it has accepted it."""
 

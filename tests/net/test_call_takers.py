@@ -8,6 +8,7 @@ import weakref
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 
 from net.echo import NAMES, stub_of
 from services.net import channels, grpc_errors, servers
@@ -116,6 +117,7 @@ async def turns_until_all_run(service, port):
     return turns
 
 
+@pytest.mark.long
 async def test_a_busy_loop(subtests):
     with subtests.test("a busy loop takes up several calls a turn"):
         service = Generation()

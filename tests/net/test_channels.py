@@ -11,6 +11,7 @@ from services.wire.isthmus.v1 import (
 )
 
 
+@pytest.mark.long
 async def test_channels(subtests):
     with subtests.test("a new channel does not wait out the backoff of an old one"):
         (port,) = free_ports("127.0.0.1", 1)

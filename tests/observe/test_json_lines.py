@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,6 +126,7 @@ def test_lines_of_a_process(subtests):
         assert (code, [line["message"] for line in said]) == (0, ["still here"])
 
 
+@pytest.mark.long
 def test_a_refusal_is_an_object_too(subtests):
     for module, flags, code, message in [
         ("services.router", ["--no-such-flag=1"], 2, "no-such-flag"),

@@ -31,6 +31,7 @@ REFUSED = {
 _IMPORTS_TORCH = "no checkpoint"
 
 
+@pytest.mark.long
 async def test_a_worker_says_what_is_wrong_and_exits_78():
     await asyncio.gather(*(refuse_to_start(case) for case in REFUSED if case != _IMPORTS_TORCH))
 

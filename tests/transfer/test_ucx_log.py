@@ -6,6 +6,8 @@ import subprocess
 import sys
 from itertools import product
 
+import pytest
+
 NAMES = ("UCX_LOG_FILE", "UCX_PROTO_INFO", "UCX_LOG_LEVEL")
 # As a supervisor and its rank do, which inherits what the supervisor named.
 SCRIPT = """
@@ -31,6 +33,7 @@ def environments(parents, **said):
     return json.loads(ran.stdout)
 
 
+@pytest.mark.long
 def test_whose_word_on_the_log_holds(subtests):
     for parents in [0, 1]:
         with subtests.test("where nobody says anything we read its log", parents=parents):

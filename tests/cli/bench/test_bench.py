@@ -4,9 +4,13 @@ import asyncio
 import os
 import signal
 
+import pytest
+
 from cli.bench.test_load import ScriptedSide
 from services.cli.bench import bench
 from services.cli.bench.bench import BenchConfig
+
+pytestmark = pytest.mark.long
 
 
 class ClosedSide(ScriptedSide):

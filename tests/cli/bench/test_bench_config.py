@@ -6,6 +6,8 @@ from services.cli.bench.bench import BenchConfig, open_side, run
 from services.cli.bench.sides import Url
 from services.values.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 
 def test_a_picture_without_its_library_says_what_to_install(monkeypatch, capsys, tmp_path):
     found = importlib.util.find_spec

@@ -10,6 +10,8 @@ from services.cli.bench.sides import Arrival, Counts, LoadRequest, vocab_size_of
 from services.cli.bench.workload import LoadSession, LoadTurn, closed_loop, open_loop
 from services.values.errors import NoCapacity, PeerFailed
 
+pytestmark = pytest.mark.long
+
 
 class ScriptedSide:
     """Answers each request with ids of its own, `turns` of the event loop later."""

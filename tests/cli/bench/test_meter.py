@@ -10,6 +10,8 @@ from services.cli.bench.meter import Meter, figures_of, lines_of
 from services.cli.bench.sides import Arrival, Counts
 from services.values.errors import NoCapacity
 
+pytestmark = pytest.mark.long
+
 # Of each request: pauses, and how many tokens come after each; then how long until its end.
 requests = st.lists(
     st.tuples(

@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from services.cli.bench.meter import Samples
 
+pytestmark = pytest.mark.long
+
 seconds = st.floats(0, 1e3)
 
 

@@ -11,6 +11,8 @@ from services.cli.bench import workload
 from services.cli.bench.workload import Chance, Traced, count_lines, read_trace
 from services.values.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 VOCAB_SIZE = 300
 chances = st.builds(Chance, st.integers(0, 2**40), st.just(VOCAB_SIZE))
 

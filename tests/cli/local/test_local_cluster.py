@@ -13,6 +13,8 @@ from services.cli.local.up import UpConfig
 from services.process.health import ProcessPhase
 from services.values.errors import Unavailable
 
+pytestmark = pytest.mark.long
+
 WITHIN_S = 60.0
 
 

@@ -13,6 +13,8 @@ from services.cli.local import local_cluster, preflight
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.values.errors import ConfigError, Unavailable
 
+pytestmark = pytest.mark.long
+
 
 def whole_checkpoint(folder):
     """Write all files that a look from outside looks for."""

@@ -3,8 +3,12 @@
 import io
 from pathlib import Path
 
+import pytest
+
 from services.cli.local.local_cluster import Shape
 from services.cli.local.up import StartProgress, planned
+
+pytestmark = pytest.mark.long
 
 
 def line(level, service, message):

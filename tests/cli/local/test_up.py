@@ -3,9 +3,13 @@
 import sys
 from types import SimpleNamespace
 
+import pytest
+
 from services.cli.local import up
 from services.router.router_config import RouterConfig
 from services.settings.flags import load
+
+pytestmark = pytest.mark.long
 
 CLUSTER = SimpleNamespace(
     router_config=RouterConfig(model="m"),

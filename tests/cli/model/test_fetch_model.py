@@ -18,6 +18,8 @@ from services.cli.model.checkpoint_directory import require_empty, written_whole
 from services.settings.named_models import FILES, KNOWN, WEIGHTS, is_whole, resolved
 from services.values.errors import ConfigError, Unavailable
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):

@@ -40,6 +40,8 @@ from services.settings.gguf_directory import gguf_directory
 from services.settings.named_models import gguf_of
 from services.values.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 SIZES = dict(
     vocab_size=len(TOKENS),
     hidden_size=32,

@@ -10,6 +10,8 @@ from services.cli.model.chat_templates import EOS
 from services.cli.model.make_model import ARCHITECTURES, EOS_ID, UNKNOWN_ID, make_model, run
 from services.values.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def characters():

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from cluster.harness import FakeCluster
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.fake import continuation
@@ -99,6 +101,7 @@ async def test_past_turns_do_not_drift_unless_they_were_changed(etcd_endpoint, c
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.long
 async def test_text_of_several_bytes_a_character(etcd_endpoint, cluster_name, subtests):
     with subtests.test("no response ever carries half a character"):
         # Random bytes, each a token and a response of its own: now and then they make a character.

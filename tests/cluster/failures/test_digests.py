@@ -20,6 +20,7 @@ def spoiling(monkeypatch):
     return SpoilingTransport
 
 
+@pytest.mark.long
 async def test_a_transfer_is_made_again(etcd_endpoint, model_dir, cluster_name, spoiling, subtests):
     for number, prefill in enumerate([(1, 1), (1,)]):
         with subtests.test(prefill=prefill):

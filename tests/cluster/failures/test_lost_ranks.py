@@ -54,6 +54,7 @@ async def test_a_decode_rank_that_dies_hands_its_streams_over(etcd_endpoint, mod
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.long
 async def test_a_stream_outlives_more_ranks_than_it_is_tried_on(etcd_endpoint, model_dir, cluster_name):
     """What failed before a placement got on says nothing of the next one, and restarted ranks do again."""
     cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1, 1), fake_step_s=0.05)

@@ -140,6 +140,7 @@ def test_histograms_reach_as_far_as_a_request_may_wait():
     assert len(edges) == 8 and min(edges.values()) >= config.max_wait_s
 
 
+@pytest.mark.long
 async def test_requests_that_wait_and_that_move_are_counted(etcd_endpoint, model_dir, cluster_name, subtests):
     with subtests.test("a request that waits is counted and one that is given up is timed"):
         # So that goals for the first token can count those that never get one.

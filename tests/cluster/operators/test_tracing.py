@@ -192,6 +192,7 @@ async def test_over_http_and_under_plan_local_too(etcd_endpoint, model_dir, clus
             assert "prefill" not in found[ROUTER][0].attributes
 
 
+@pytest.mark.long
 async def test_the_spans_of_requests_that_do_not_finish(
     etcd_endpoint, model_dir, cluster_name, spans, subtests
 ):

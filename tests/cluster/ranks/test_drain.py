@@ -146,6 +146,7 @@ async def test_who_waits_does_not_undo_an_undo(
         assert tokens == continuation(prompt_of(1), 8)
 
 
+@pytest.mark.long
 async def test_a_whole_worker_and_one_that_restarts(etcd_endpoint, model_dir, cluster_name, capsys, subtests):
     with subtests.test("a whole worker and nobody left"):
         async with FakeCluster(etcd_endpoint, model_dir, cluster_name) as cluster:

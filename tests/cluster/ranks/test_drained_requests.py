@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from cluster.harness import FakeCluster, ids_request, prompt_of
 from cluster.metrics_page import moves
 from etcd.real_etcd import client
@@ -55,6 +57,7 @@ async def test_a_prefill_rank_that_drains_costs_nobody_a_retry(
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.long
 async def test_what_runs_on_a_decode_rank_that_drains_ends_there_though_its_lease_is_lost(
     etcd_endpoint, model_dir, cluster_name
 ):

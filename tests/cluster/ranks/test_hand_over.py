@@ -112,6 +112,7 @@ async def test_what_runs_goes_on_elsewhere(etcd_endpoint, model_dir, cluster_nam
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.long
 async def test_nobody_takes_over(etcd_endpoint, model_dir, cluster_name, capsys, subtests):
     shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:

@@ -75,6 +75,7 @@ async def served(cluster, numbers):
     return set().union(*await asyncio.gather(*(one(prompt_of(number)) for number in numbers)))
 
 
+@pytest.mark.long
 async def test_the_old_ranks_serve_until_the_new_ones_can(
     etcd_endpoint, model_dir, cluster_name, two_versions
 ):

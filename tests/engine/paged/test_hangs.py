@@ -17,6 +17,8 @@ from services.transfer.sending import sender
 from services.values.errors import PeerFailed, Unavailable
 from services.values.rank import Plan
 
+pytestmark = pytest.mark.long
+
 PROMPT = range(100, 130)
 SHORT_LEASE = {"write_lease_s": 1.0, "fence_margin_s": 0.2}
 WITHIN_S = 60.0  # a deadline for conditions, never waited out

@@ -174,6 +174,7 @@ async def test_no_moment_until_the_first_token_is_told_twice(subtests):
                 assert admitted.rank_s <= took_s
 
 
+@pytest.mark.long
 async def test_prefill_legs_that_are_cut_off(subtests):
     with subtests.test("prefill lost in the middle is a failed peer"):
         slow = replace(FAKE, fake_step_s=0.05, write_lease_s=1.0, fence_margin_s=0.2)

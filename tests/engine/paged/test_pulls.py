@@ -144,6 +144,7 @@ async def test_a_hybrid_is_pulled_to_its_deepest_checkpoint(subtests):
             await ranks.assert_nothing_held()
 
 
+@pytest.mark.exact
 async def test_the_drafts_pages_cross_where_the_source_has_them_all(subtests):
     settings = replace(SETTINGS, fake_draft="agree:1")
     with subtests.test("prefill computes them with every prompt"):

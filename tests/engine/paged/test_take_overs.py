@@ -108,6 +108,7 @@ async def test_it_gives_way_to_those_that_wait(monkeypatch):
         assert (await ranks.hand_over(offer)).refused == ""
 
 
+@pytest.mark.long
 async def test_what_goes_wrong_costs_nothing(subtests, monkeypatch):
     with subtests.test("the leaver is another life"):
         async with Pairs() as ranks:

@@ -58,6 +58,7 @@ async def test_asked_again_it_starts_earlier_again(wants_earlier):
         await pair.assert_nothing_held()
 
 
+@pytest.mark.long
 async def test_what_is_no_earlier_start_is_a_failed_peer(subtests, wants_earlier):
     for start in (3, 24, 28):
         async with Pair() as pair:

@@ -159,6 +159,7 @@ def ends_of_scans_otherwise(monkeypatch):
     monkeypatch.setattr(mixers, "EvenFunctions", nullcontext)
 
 
+@pytest.mark.exact
 def test_what_is_cut_or_computed_otherwise_is_noticed(subtests):
     for mutation in [chunks_anywhere, scans_anywhere, ends_of_scans_otherwise]:
         with (

@@ -106,6 +106,7 @@ async def test_no_rank_is_forgotten_while_etcd_is_away(own_server: EmbeddedEtcd)
             assert mirror.ranks[key].state is RankState.SUSPECT and mirror.match_all([1, 2]) == {key: 2}
 
 
+@pytest.mark.long
 async def test_a_full_etcd_is_said_and_registrations_come_back_first(tmp_path: Path) -> None:
     """The quota is reached by others; an operator makes room."""
     keys = ClusterKeys("c")
@@ -186,6 +187,7 @@ async def test_etcd_away_is_degraded_and_everything_goes_on_from_memory(own_serv
             assert mirror.ranks[rank.id.key].state is RankState.LIVE
 
 
+@pytest.mark.long
 async def test_an_etcd_that_lost_everything_is_filled_again(tmp_path: Path) -> None:
     keys = ClusterKeys("c")
     async with EmbeddedEtcd(tmp_path / "first", extra_arguments=FAST) as first:

@@ -168,6 +168,7 @@ async def test_a_torn_registration_and_head_of_its_own_are_written_over(
         await until(lambda: rank.is_mirrored_by(mirror) and mirror.torn_values == 2)
 
 
+@pytest.mark.long
 async def test_a_new_life_takes_over_and_the_old_one_is_told(etcd: Etcd, keys: ClusterKeys) -> None:
     # Should the lease of the new one lapse, where all stands still, the old one would take its place again.
     old, new = (FakeRank(etcd, keys, registration(generation=number), ttl_s=2) for number in (1, 2))

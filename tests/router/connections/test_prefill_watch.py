@@ -137,6 +137,7 @@ def soon_silent(monkeypatch):
     monkeypatch.setattr(prefill_server, "_TICK_S", 0.02)
 
 
+@pytest.mark.long
 async def test_a_rank_that_falls_silent_is_told_of_once_until_it_speaks_again(soon_silent, caplog):
     service = Muted()
     service.speaks.set()
@@ -152,6 +153,7 @@ async def test_a_rank_that_falls_silent_is_told_of_once_until_it_speaks_again(so
     assert "prefill_rank_silent rank=prefill/0" in caplog.text
 
 
+@pytest.mark.long
 async def test_who_never_speaks_is_not_called_silent(soon_silent, subtests):
     with subtests.test("a rank that never spoke is not called silent"):
         async with watched(Muted()) as (heard, _):

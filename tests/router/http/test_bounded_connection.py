@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import pytest
 import uvicorn
 
 from router.http.backend import FakeBackend, finished, response
@@ -105,6 +106,7 @@ async def serving(
         await server.shutdown()
 
 
+@pytest.mark.long
 async def test_what_does_not_come_to_an_end_is_given_up(subtests, caplog):
     for begun in [b"G", HEALTH[:-2], post()[:30]]:
         with subtests.test(begun=begun):

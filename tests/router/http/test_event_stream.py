@@ -63,6 +63,7 @@ def in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "SILENCE_S", 0.02)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_a_hurry")
 async def test_a_stream_that_waits_has_headers_and_pings(subtests: pytest.Subtests) -> None:
     for path in [*BODIES, "/v1/cluster/watch"]:

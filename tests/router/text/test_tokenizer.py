@@ -39,6 +39,7 @@ assert sys.modules["torch"] is None
 """
 
 
+@pytest.mark.long
 def test_a_routers_process_has_no_torch(character_model: Path, character_tokenizer: Tokenizer) -> None:
     command = [sys.executable, "-c", _WITHOUT_TORCH, str(character_model)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100)

@@ -1,6 +1,7 @@
 """A tool loop over each HTTP API, as its clients play it, keeps its prefix on the decode rank."""
 
 import httpx
+import pytest
 
 from cluster.harness import BLOCK, FakeCluster
 from cluster.metrics_page import samples, value
@@ -82,6 +83,7 @@ class Responses:
         return answer["usage"]["input_tokens"]
 
 
+@pytest.mark.long
 async def test_a_loop_keeps_its_prefix(etcd_endpoint, tmp_path, cluster_name, monkeypatch, subtests):
     for number, client_type in enumerate([Chat, Messages, Responses]):
         with subtests.test(client_type=client_type):

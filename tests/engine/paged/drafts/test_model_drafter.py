@@ -2,6 +2,8 @@
 
 import random
 
+import pytest
+
 from engine.paged.core_rank import Rank
 from services.engine.paged.drafters import ModelDrafter
 
@@ -104,6 +106,7 @@ def test_when_a_draft_is_asked(subtests):
         assert steps < 600
 
 
+@pytest.mark.exact
 def test_drafts_do_not_cost_more_than_they_give(subtests):
     for batch in (1, 6):
         plain = seconds(None, batch, 120)[0]

@@ -46,6 +46,7 @@ def check_right(dtype, page_size):
     assert not kv.numbers.any()
 
 
+@pytest.mark.exact
 def test_what_is_right_agrees(subtests):
     for dtype, page_size in FEW:
         with subtests.test(dtype=dtype, page_size=page_size):
@@ -122,6 +123,7 @@ def with_a_sink_in_every_part(view, query, kv, layer, scores, output):
         output[offset] = ((log_sums - total).exp()[..., None] * view.outputs[own]).sum(0)
 
 
+@pytest.mark.exact
 def test_a_kernel_that_is_wrong_is_found_out(subtests):
     for attend in [
         forgetting(2, 1),

@@ -41,6 +41,7 @@ def check(case, in_place):
     assert torch.equal(made.pool.numbers.nan_to_num(7), pool.numbers.nan_to_num(7))
 
 
+@pytest.mark.exact
 def test_each_token_attends_to_what_it_sees(subtests):
     for dtype, in_place in WAYS:
         with subtests.test(dtype=dtype, in_place=in_place):

@@ -177,6 +177,7 @@ def chunk_of(run, start, end, seed):
     return other.next_chunk()
 
 
+@pytest.mark.exact
 def test_what_is_not_the_positions_is_noticed(subtests):
     for family, mutate in itertools.product(RECURRENT, [stale, a_block_off, of_another_branch, never_zeroed]):
         with subtests.test("a state that is not the positions is noticed", family=family, mutate=mutate):

@@ -158,6 +158,7 @@ def test_more_families_compute_in_place(family):
     output_of(family)
 
 
+@pytest.mark.exact
 def test_a_kernel_that_is_wrong_is_done_without(subtests, caplog):
     for family in ["qwen3_5", "falcon_h1"]:
         with subtests.test(family=family), pytest.MonkeyPatch.context() as monkeypatch:

@@ -99,6 +99,7 @@ async def test_the_drafts_bytes_are_counted_by_the_page():
         await pair.assert_nothing_held()
 
 
+@pytest.mark.exact
 async def test_tokens_are_those_of_no_drafts_with_a_draft_on_one_side(subtests):
     for side in ["decode", "prefill"]:
         with subtests.test(side=side):

@@ -59,6 +59,7 @@ async def check_moved(family, plan, sampling):
             assert books.locked == books.private == books.quarantined == 0
 
 
+@pytest.mark.exact
 async def test_a_stream_goes_on_where_its_rank_was_stopped(subtests):
     for family, plan, sampling in DEFAULT:
         with subtests.test(family=family):

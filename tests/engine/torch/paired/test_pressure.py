@@ -49,6 +49,7 @@ async def check_crowd(family):
         await pair.assert_nothing_held()
 
 
+@pytest.mark.exact
 async def test_a_crowd_that_has_some_retracted_is_exact(subtests):
     for family in DEFAULT:
         with subtests.test(family=family):

@@ -267,6 +267,7 @@ def test_blocks_of_a_checkpoint_are_kept(subtests, tmp_path, monkeypatch):
         assert multiply_as_stored(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == ""
 
 
+@pytest.mark.exact
 def test_numbers_of_4_bits_are_kept(subtests, tmp_path, caplog):
     group = {"num_bits": 4, "group_size": 16}
     packed = {

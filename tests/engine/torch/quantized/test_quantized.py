@@ -46,6 +46,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.exact
 def test_a_format_means_what_it_means(tmp_path, subtests):
     for kind, (config, make) in FORMATS.items():
         (folder := tmp_path / kind).mkdir()

@@ -43,6 +43,7 @@ def test_what_is_right_passes_and_would_have_been_seen(family, logged):
     assert "self_check_blind" not in logged.text
 
 
+@pytest.mark.exact
 def test_pages_of_any_size_do(subtests, logged):
     for page_size in [1, 256]:
         with subtests.test(page_size=page_size):
@@ -50,6 +51,7 @@ def test_pages_of_any_size_do(subtests, logged):
             assert "self_check_blind" not in logged.text
 
 
+@pytest.mark.exact
 def test_what_is_no_fault_of_the_model_refuses_it_not_for_good(subtests, logged):
     with (
         subtests.test("a tie that one draw meets refuses nothing"),
@@ -92,6 +94,7 @@ def test_what_is_no_fault_of_the_model_refuses_it_not_for_good(subtests, logged)
             check(model, 16, "model")
 
 
+@pytest.mark.exact
 def test_what_cannot_be_told_or_does_not_run_is_refused(subtests):
     with (
         subtests.test("jambas scan which forgets its state is refused by how much"),
