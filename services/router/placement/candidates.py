@@ -200,7 +200,8 @@ class DecodeCandidate(NamedTuple):
     @property
     def found_tokens(self) -> int:
         """Return the same count with what it brings up."""
-        return self.reused_tokens if self.brought is None else max(self.reused_tokens, self.brought.tokens)
+        reused = self.hit_tokens if self.resume_tokens is None else self.resume_tokens
+        return reused if self.brought is None else max(reused, self.brought.tokens)
 
     @property
     def held_tokens(self) -> int:
@@ -251,7 +252,8 @@ class PrefillCandidate(NamedTuple):
 
     @property
     def found_tokens(self) -> int:
-        return self.reused_tokens if self.brought is None else max(self.reused_tokens, self.brought.tokens)
+        reused = self.hit_tokens if self.resume_tokens is None else self.resume_tokens
+        return reused if self.brought is None else max(reused, self.brought.tokens)
 
     @property
     def bring_s(self) -> float:

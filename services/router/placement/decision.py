@@ -231,9 +231,9 @@ def place(
         chosen=pricing.priced(chosen),
         excluded=tuple(excluded),
         reason=reason,
-        longest_decode_hit=max(decode.hit_tokens for decode in decodes),
-        longest_decode_reuse=max(decode.reused_tokens for decode in decodes),
-        longest_prefill_reuse=max((prefill.reused_tokens for prefill in prefills), default=0),
+        longest_decode_hit=max([decode.hit_tokens for decode in decodes]),
+        longest_decode_reuse=max([decode.reused_tokens for decode in decodes]),
+        longest_prefill_reuse=max([prefill.reused_tokens for prefill in prefills], default=0),
         _compared=tuple(options),
         _pricing=pricing,
     )

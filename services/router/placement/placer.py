@@ -404,22 +404,24 @@ class Placer:
     def _prefill_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> PrefillCandidate:
         key, rank, _ = found
         now, page_size = snapshot.now(key), rank.layout.page_size
+        books = now.load.books
         return PrefillCandidate(
-            id=rank.id,
-            hit_tokens=hit.worth,
-            pending_tokens=now.pending_tokens,
-            prefill_tokens_per_s=now.tokens_per_s,
-            free_tokens=now.load.books.free * page_size,
-            evictable_tokens=now.load.books.cached * page_size,
-            excluded=snapshot.exclusion(key, rank),
-            queued=now.queued,
-            matched_tokens=hit.matched,
-            own=key in self._prefills.own,
-            compute_wait_s=now.compute_wait_s,
-            holds_tokens=rank.max_context_tokens,
-            resume_tokens=hit.resume,
-            matched_resume_tokens=hit.matched_resume,
-            brought=hit.brought,
+            rank.address.id,
+            hit.worth,  # hit_tokens
+            now.pending_tokens,
+            now.tokens_per_s,
+            books.free * page_size,
+            books.cached * page_size,  # evictable_tokens
+            snapshot.exclusion(key, rank),
+            now.queued,
+            hit.matched,
+            key in self._prefills.own,
+            now.compute_wait_s,
+            rank.max_context_tokens,
+            hit.resume,
+            hit.matched_resume,
+            (),  # sources
+            hit.brought,
         )
 
     def _holds_most(self, rank: Registration) -> bool:

@@ -166,6 +166,7 @@ class PriceList:
         self.request = request
         self.weights = weights
         self.bandwidth = bandwidth
+        self.paid = request.paid_s > 0
         # A request cannot become longer than the largest rank holds.
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.shortest_s, self.occupy = _occupy(weights, prefills)
@@ -177,19 +178,17 @@ class PriceList:
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
     def occupy_s(self, compute_s: float, tokens_per_s: float) -> float:
-        paid_s = self.paid_s(compute_s, tokens_per_s, self.later)
-        return (self.occupy + self.later * compute_s) * compute_s - paid_s
+        occupy_s = (self.occupy + self.later * compute_s) * compute_s
+        return occupy_s - self.paid_s(compute_s, tokens_per_s, self.later) if self.paid else occupy_s
 
     def occupy_local_s(self, compute_s: float, tokens_per_s: float) -> float:
-        paid_s = self.paid_s(compute_s, tokens_per_s, self.later_local)
-        return (self.occupy_local + self.later_local * compute_s) * compute_s - paid_s
+        occupy_s = (self.occupy_local + self.later_local * compute_s) * compute_s
+        return occupy_s - self.paid_s(compute_s, tokens_per_s, self.later_local) if self.paid else occupy_s
 
     def paid_s(self, compute_s: float, tokens_per_s: float, later: float) -> float:
         """Return what requests have waited for the lack of a copy, if this one computes it; at most what that
         costs."""
         request = self.request
-        if not request.paid_s:
-            return 0.0
         copy_s = compute_s - (request.prompt_tokens - request.paid_tokens) / tokens_per_s
         return min(request.paid_s, copy_s * (1 + later * compute_s)) if copy_s > 0 else 0.0
 
@@ -315,21 +314,23 @@ class PriceList:
     ) -> Iterator[Option]:
         """Yield one option for each sender. `known` is `receiving_s` at `bytes_per_s`, the usual
         bandwidth."""
-        last, (fixed_s, transfer_s) = bytes_per_s, known
+        last, (fixed_s, transfer_s), decode = bytes_per_s, known, receiver.decode
+        bandwidth, key, overhead_s = self.bandwidth, decode.id.key, self.weights.remote_overhead_s
         for sender in senders:
-            bytes_per_s = self.bandwidth(sender.prefill.id.key, receiver.decode.id.key)
+            prefill, compute_s = sender.prefill, sender.compute_s
+            bytes_per_s = bandwidth(prefill.id.key, key)
             if bytes_per_s != last:
                 last, (fixed_s, transfer_s) = bytes_per_s, self.receiving_s(receiver, bytes_per_s)
-            overlapped_s = max(sender.compute_s, transfer_s)
-            total_s = sender.fixed_s + overlapped_s + fixed_s + self.weights.remote_overhead_s
-            yield Option(total_s, receiver.decode, sender.prefill, bytes_per_s, sender.source)
+            overlapped_s = compute_s if compute_s > transfer_s else transfer_s
+            total_s = sender.fixed_s + overlapped_s + fixed_s + overhead_s
+            yield Option(total_s, decode, prefill, bytes_per_s, sender.source)
 
     def local(self, receiver: Receiver) -> tuple[float, SourceCandidate | None]:
         """Return the lowest price of plan local there, and the source with which it has that."""
-        best_s, best = self.local_s(receiver, receiver.uncached), None
-        if receiver.decode.brought is not None:
-            best_s += max(0.0, receiver.decode.bring_s - receiver.wait_s)
-        for source in receiver.decode.sources:
+        best_s, best, decode = self.local_s(receiver, receiver.uncached), None, receiver.decode
+        if decode.brought is not None:
+            best_s += max(0.0, decode.bring_s - receiver.wait_s)
+        for source in decode.sources:
             total_s = self.local_s(receiver, self.uncached(source)) + sum(self.pull(source, receiver.wait_s))
             if total_s < best_s:
                 best_s, best = total_s, source
@@ -338,10 +339,11 @@ class PriceList:
     def local_s(self, receiver: Receiver, uncached: int) -> float:
         """Return the sum of `local_terms` without those of a source, added up in their order."""
         wait_s, room_s, evict_s, outgrow_s, _, _, _, decode = receiver
-        compute_s = uncached / decode.prefill_tokens_per_s
+        rate = decode.prefill_tokens_per_s
+        compute_s = uncached / rate
         itl_s = self.weights.itl_weight * decode.running * compute_s
-        occupy_s = self.occupy_local_s(compute_s, decode.prefill_tokens_per_s)
-        return sum((wait_s, compute_s, occupy_s, room_s, evict_s, itl_s, outgrow_s))
+        occupy_s = self.occupy_local_s(compute_s, rate)
+        return wait_s + compute_s + occupy_s + room_s + evict_s + itl_s + outgrow_s
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source
