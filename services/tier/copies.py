@@ -1,5 +1,7 @@
 """A copy moves blocks from the pool to a slab, back into the pool, or from one slab to the next.
 
+One kind moves none: it has the kernel read blocks from a disk into its page cache, for a later copy.
+
 The tier's thread runs it, and the engine may stop it at any time:
 
     engine's thread        stop() ......... returns once the copy touches no page of the pool any more
@@ -118,6 +120,24 @@ class Move(Copy):
                 self.at_tier = self.target_tier
                 slabs[self.at_tier].write(self._target.slot, staging.bytes, self._record)
                 self.is_done = True
+        except OSError as error:
+            self.error = error
+
+
+class ReadAhead(Copy):
+    """It has blocks read from files into the kernel's page cache, while a request waits for its turn."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__()
+        self.places = tuple(places)
+
+    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+        try:
+            for place in self.places:
+                if self._stopped:
+                    return
+                self.at_tier = place.tier
+                slabs[place.tier].read_ahead(place.slot)
         except OSError as error:
             self.error = error
 

@@ -40,10 +40,18 @@ _PAGE = 4096
 _MOST_BYTES = (1 << 63) - 1
 _TABLE_READ = 1 << 20
 _ALLOCATED_AT_ONCE = 1 << 30
+_AHEAD_AT_ONCE = 128 << 10  # Of a longer range a kernel may read only its beginning ahead.
 
 
 class SlabInUse(Exception):
     """Another incarnation of the rank still uses the slab."""
+
+
+def will_need(fd: int, at: int, count: int) -> None:
+    """Have the kernel read these bytes into its page cache; this does not wait for them. Raises OSError."""
+    for start in range(at, at + count, _AHEAD_AT_ONCE):
+        piece = min(_AHEAD_AT_ONCE, at + count - start)
+        os.posix_fadvise(fd, start, piece, os.POSIX_FADV_WILLNEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class FileCalls:
     pread: Callable[[int, Sequence[Any], int], int] = os.preadv
     pwrite: Callable[[int, Sequence[Any], int], int] = os.pwritev
     allocate: Callable[[int, int, int], None] = os.posix_fallocate
+    will_need: Callable[[int, int, int], None] = will_need
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +147,10 @@ class Slab:
 
     def read(self, slot: int, buffer: memoryview) -> None:
         self._pread(buffer, self._at(slot))
+
+    def read_ahead(self, slot: int) -> None:
+        """Have the slot read into the kernel's page cache, without waiting for it. Raises OSError."""
+        self._calls.will_need(self._fd, self._at(slot), self.shape.slot_bytes)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -1,6 +1,6 @@
 """The tier's thread runs one copy at a time; those that requests wait for (reads) come first.
 
-engine's thread --reads, writes (bounded)--> [ reads | writes ] --> tier's thread --done--> engine's thread
+engine's thread --bounded--> [ reads | read ahead | writes ] --> tier's thread --done--> engine's thread
 """
 
 import logging
@@ -9,15 +9,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from services.process.iteration_watch import LOOKS, IterationWatch, stack_of
-from services.tier.copies import Copy, LoadCopy, Staging
+from services.tier.copies import Copy, LoadCopy, ReadAhead, Staging
 from services.tier.slab import FileCalls, Slab
 
 log = logging.getLogger(__name__)
 
 _MOST_READS = 64
+_MOST_AHEAD = 8
 MOST_WRITES = 64
 
 P = ParamSpec("P")
@@ -32,6 +34,7 @@ class TierThread:
         self._staging = staging
         self._done = done
         self._reads: deque[Copy] = deque()
+        self._ahead: deque[Copy] = deque()
         self._writes: deque[Copy] = deque()
         self._running: Copy | None = None
         self._stopping = False
@@ -49,8 +52,13 @@ class TierThread:
         return self._running
 
     def submit(self, copy: Copy) -> bool:
-        is_read = isinstance(copy, LoadCopy)
-        queue, most = (self._reads, _MOST_READS) if is_read else (self._writes, MOST_WRITES)
+        match copy:
+            case LoadCopy():
+                queue, most = self._reads, _MOST_READS
+            case ReadAhead():
+                queue, most = self._ahead, _MOST_AHEAD
+            case _:
+                queue, most = self._writes, MOST_WRITES
         with self._news:
             if self._stopping or len(queue) >= most:
                 return False
@@ -62,7 +70,8 @@ class TierThread:
         """Stop all copies, and close the slabs unless the thread hangs for more than `patience_s`."""
         with self._news:
             self._stopping = True
-            left = [*self._reads, *self._writes, *([self._running] if self._running is not None else ())]
+            running = [self._running] if self._running is not None else []
+            left = [*self._reads, *self._ahead, *self._writes, *running]
             self._news.notify()
         for copy in left:
             copy.stop()
@@ -92,12 +101,12 @@ class TierThread:
     def _next(self) -> Copy | None:
         with self._news:
             self._running = None
-            while not (self._stopping or self._reads or self._writes):
+            while not (self._stopping or self._reads or self._ahead or self._writes):
                 self.watch.rests()
                 self._news.wait()
             if self._stopping:
                 return None
-            self._running = (self._reads or self._writes).popleft()
+            self._running = (self._reads or self._ahead or self._writes).popleft()
             return self._running
 
 
@@ -113,7 +122,12 @@ def while_it_answers(
     What comes of it later is for `too_late`. Raises TierHangs, and what the work raises.
     """
     watch, done = IterationWatch(), Future[T]()
-    noted = FileCalls(_noted(watch, calls.pread), _noted(watch, calls.pwrite), _noted(watch, calls.allocate))
+    noted = replace(
+        calls,
+        pread=_noted(watch, calls.pread),
+        pwrite=_noted(watch, calls.pwrite),
+        allocate=_noted(watch, calls.allocate),
+    )
 
     def run() -> None:
         try:

@@ -161,6 +161,8 @@ class EngineCore:
         """
         retractions, filled = self.retractions, self.tiers is not None and self.tiers.turn()
         admitted = filled | self._let_in_landed() | self._admit()
+        if self.tiers is not None:
+            self.tiers.read_ahead(self._gate)
         batch = self._decode_chunks()
         num_decoding = len(batch)
         num_drafts = sum(chunk.num_drafts for _, chunk in batch)

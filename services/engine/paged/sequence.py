@@ -98,6 +98,7 @@ class Sequence:
     overtaken_since_s: float | None = None
     lookup: Lookup | None = None
     looked_up_at: int = -1  # It is the gate's count of news then.
+    ahead_bytes: int | None = None  # A tier in files was told to read so many ahead of its turn.
     ending_ids: frozenset[int] = frozenset()
     matcher: Matcher | None = None  # It stands at the end of the output ids.
     scores: ScoredPrompt | None = (

@@ -36,6 +36,7 @@ class TierCounts:
 
     tokens_up: int = 0
     tokens_down: int = 0
+    tokens_ahead: int = 0  # Files were read for them before it was their request's turn.
     bytes_up: int = 0
     bytes_down: int = 0
     hits: int = 0  # It counts prompts of which a tier held more than the pool.

@@ -1,5 +1,6 @@
 """A core's tiers keep KV below its pool: it reads prefixes from them, and stores what it may evict next.
 
+    ahead   waits for its turn, a tier in files holds some of it --> the kernel is told to read that
     up      admitted, a tier holds more --> FILLING --read, compared, published--> COMPUTING
                                                |----cut, late, corrupt, failed-----^   with the blocks read
             admitted to receive, a tier holds more --> RECEIVING, and its pages are reported only then
@@ -16,6 +17,7 @@ Rule 2: whatever happens to a read, the sequence computes the rest: a tier may c
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from queue import Empty, SimpleQueue
 
 from services.engine.paged.sequence import Phase
@@ -25,7 +27,7 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Block, TierBooks
 from services.kv.tiers.tier_keys import keys_of, scope
 from services.kv.tiers.wait_or_cut import Left
-from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Store
+from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, ReadAhead, Store
 from services.tier.thread import TierThread
 from services.values.kv import KvLayout
 from services.values.rank_reports import RankLoad
@@ -33,6 +35,10 @@ from services.values.rank_reports import RankLoad
 _STOP_S = 2.0
 # A sequence that receives waits so long for each of two reads; a prefill rank waits 30 s for a ticket.
 _TICKET_WAITS_S = 10.0
+# So many of those next in turn are read ahead, and so much: the kernel keeps it in memory that nobody else
+# needs, and not for long.
+_READ_AHEAD_FOR = 8
+_MOST_AHEAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +187,30 @@ class Tiering:
             self.counts.hits += found
             self.counts.misses += not found
 
+    def read_ahead(self, waiting: Iterable[EngineSequence]) -> None:
+        """Have what files hold for those next in turn read while they wait, as far as it is worth reading.
+
+        The bytes stay in the kernel's page cache. They take no slot of a nearer tier, so nothing has to be
+        written to a file in their place.
+        """
+        if self.is_lost or not any(self.books.in_files):
+            return
+        ahead_bytes = 0
+        for seq in islice(waiting, _READ_AHEAD_FOR):
+            if seq.ahead_bytes is None and ahead_bytes < _MOST_AHEAD_BYTES:
+                self._read_ahead(seq, _MOST_AHEAD_BYTES - ahead_bytes)
+            ahead_bytes += seq.ahead_bytes or 0
+
+    def _read_ahead(self, seq: EngineSequence, most_bytes: int) -> None:
+        cached_pages = seq.lookup.cached_pages if seq.lookup is not None else 0
+        found = self._trusted(self.books.find(self._wanted(seq)))[cached_pages // self._block_pages :]
+        worth = found if self._left(found, self._computed_per_s).is_worth_reading else ()
+        in_files = [block.place for block in worth if self.books.in_files[block.place.tier]]
+        places = in_files[: most_bytes // self._block_bytes]
+        if not places or self.thread.submit(ReadAhead(places)):
+            seq.ahead_bytes = len(places) * self._block_bytes
+            self.counts.tokens_ahead += len(places) * self._block_tokens
+
     def leave(self, seq: EngineSequence) -> None:
         if (fill := self._fills.get(seq)) is not None:
             self._end(fill)
@@ -222,6 +252,9 @@ class Tiering:
                     self.storing.note_store(copy)
                 case Move():
                     self.storing.note_move(copy)
+                case ReadAhead() if copy.error is not None:
+                    assert copy.at_tier is not None
+                    self._health.note_error(copy.at_tier, str(copy.error), reading=True)
 
     def _has_waited(self, fill: Fill, now_s: float) -> bool:
         return fill.behind is not None and (fill.behind.is_over or now_s >= fill.deadline_s)

@@ -163,7 +163,9 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         labels=["direction"],
     )
     tokens = CounterMetricFamily(
-        "isthmus_tier_tokens", "Tokens whose KV these bytes are.", labels=["direction"]
+        "isthmus_tier_tokens",
+        "Tokens whose KV these bytes are; ahead: of those in files that were read while a request waited.",
+        labels=["direction"],
     )
     lookups = CounterMetricFamily(
         "isthmus_tier_lookups",
@@ -189,7 +191,7 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
     )
     if counts is not None:
         _add(moved, {"down": counts.bytes_down, "up": counts.bytes_up})
-        _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up})
+        _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up, "ahead": counts.tokens_ahead})
         _add(lookups, {"hit": counts.hits, "miss": counts.misses})
         _add(reads, {end.value: counts.loads.get(end.value, 0) for end in LoadEnd})
         errors.add_metric([], counts.errors)

@@ -1,5 +1,6 @@
 """A core with tiers below its pool, whose copies are run by hand."""
 
+import errno
 import os
 import random
 from dataclasses import replace
@@ -47,10 +48,11 @@ class ByHand:
 
 
 class TieredRank(Rank):
-    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, **rank):
+    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), **rank):
         """`tiers` are another life's slabs."""
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
+        self.read_ahead = []
         self.told = set()  # as who follows the events knows what its tiers hold
         layout, memory, cache = self.runner.layout, self.runner.memory, self.core.cache
         block_bytes = BLOCK // PAGE * layout.page_bytes
@@ -58,7 +60,7 @@ class TieredRank(Rank):
             slabs.open_memory(None, SlabShape(layout_id(layout, BLOCK), block_bytes, count), self.calls())
             for count in num_slots
         ]
-        books = TierBooks(num_slots)
+        books = TierBooks(num_slots, in_files)
         books.load([slab.records() for slab in self.slabs])
         staging = Staging(block_bytes, layout.page_bytes, memory)
         self.tiers = self.core.tiers = Tiering(
@@ -86,7 +88,11 @@ class TieredRank(Rank):
                 raise self.faults[at]
             return os.preadv(fd, buffers, at)
 
-        return FileCalls(pread=pread)
+        def will_need(fd, at, count):
+            self.read_ahead.append(at)
+            pread(fd, [], at)
+
+        return FileCalls(pread=pread, will_need=will_need)
 
     def slot_at(self, place):
         shape = self.slabs[place.tier].shape
@@ -125,6 +131,52 @@ def with_stored(prompt, **rank):
 
 def prompt_of(seed, length):
     return random.Random(seed).choices(range(500), k=length)
+
+
+def waiting(prompt, **rank):
+    """A rank whose pool another request has filled, and the prompt's request, which waits for it to end."""
+    rank = with_stored(prompt, **rank)
+    rank.submit(prompt_of(50, 60), 30)
+    rank.step()
+    seq = rank.submit(prompt, 3)
+    return rank, seq
+
+
+def test_what_lies_in_a_file_is_read_ahead_while_its_request_waits():
+    prompt = prompt_of(1, 40)
+    rank, seq = waiting(prompt, in_files=(True,))
+    rank.turn()
+    rank.turn()
+    blocks = rank.tiers.books.find(rank.tiers._wanted(seq))
+    assert (seq.phase, len(blocks)) == (Phase.WAITING, 4)
+    assert rank.read_ahead == [rank.slot_at(block.place) for block in blocks], "once each, in order"
+    assert rank.tiers.counts.tokens_ahead == 4 * BLOCK
+    while seq not in rank.finished:
+        rank.turn()
+    assert rank.tokens[seq] == continuation(prompt, 3)
+
+
+def test_nothing_is_read_ahead_that_lies_in_memory_or_takes_longer_than_computing():
+    prompt = prompt_of(1, 40)
+    in_memory, _ = waiting(prompt)
+    in_memory.turn()
+    slow, _ = waiting(prompt, in_files=(True,))
+    slow.tiers._health.trust[0].bytes_per_s = 1.0
+    computes = RankLoad(prefill_tokens_per_s=1000.0)
+    slow.tiers.attach(replace(slow.tiers._hooks, load=lambda: computes))
+    slow.turn()
+    assert in_memory.read_ahead == slow.read_ahead == []
+
+
+def test_a_disk_that_fails_while_it_reads_ahead_costs_no_request():
+    prompt = prompt_of(1, 40)
+    rank, seq = waiting(prompt, in_files=(True,))
+    blocks = rank.tiers.books.find(rank.tiers._wanted(seq))
+    rank.faults[rank.slot_at(blocks[0].place)] = OSError(errno.EIO, "I/O error")
+    while seq not in rank.finished:
+        rank.turn()
+    assert rank.tokens[seq] == continuation(prompt, 3)
+    assert rank.tiers.counts.errors == 2 and len(rank.read_ahead) == 1, "ahead, and in its turn"
 
 
 def test_what_was_evicted_is_read_instead_of_computed():
