@@ -121,6 +121,11 @@ class EngineConfig(ClusterConfig):
     kv_tier_fd: int | None = setting(
         None, "open file of --kv-tier=memory, which the supervisor keeps", bounds=Bounds(at_least=0)
     )
+    kv_tier_write_mbps: float | None = setting(
+        None,
+        "MB that each rank writes to files of --kv-tier in a second, at most; default: no limit",
+        bounds=Bounds(above=0),
+    )
     pull: Literal["on", "off"] = setting(
         "on",
         "pull what other ranks hold of a prompt, and let them pull, where a router finds that worth it",
@@ -215,7 +220,9 @@ class EngineConfig(ClusterConfig):
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
-        tier_places(self.kv_tier)
+        in_files = any(place.directory is not None for place in tier_places(self.kv_tier))
+        if self.kv_tier_write_mbps is not None and not in_files:
+            raise ConfigError("--kv-tier-write-mbps limits --kv-tier=/DIRECTORY:SIZE, and there is none")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 
@@ -335,7 +342,13 @@ class EngineConfig(ClusterConfig):
     @property
     def tiers(self) -> TierSettings:
         call_limit_s = self.step_limit_s or math.inf
-        return TierSettings(tier_places(self.kv_tier), memory_fd=self.kv_tier_fd, call_limit_s=call_limit_s)
+        mbps = self.kv_tier_write_mbps
+        return TierSettings(
+            tier_places(self.kv_tier),
+            memory_fd=self.kv_tier_fd,
+            call_limit_s=call_limit_s,
+            write_bytes_per_s=math.inf if mbps is None else 1e6 * mbps,
+        )
 
     def limits(self, role: Role) -> Limits:
         target_ms = self.itl_target_ms if role is Role.DECODE else None

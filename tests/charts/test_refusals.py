@@ -146,6 +146,9 @@ BY_TEMPLATE = {
     "tiers beside a draft model": (
         {"decode": {"flags": {"draft-model": "/m/d"}} | FILE_TIER}, "decode.flags.draft-model remembers"
     ),
+    "a limit on writes to no file": (
+        {"decode": {"flags": {"kv-tier-write-mbps": 50}} | MEMORY_TIER}, "limits decode.tiers.file"
+    ),
     "tiers of no cache": (
         {"prefill": {"flags": {"prefill-cache": "off"}} | FILE_TIER}, "prefill.flags.prefill-cache has"
     ),

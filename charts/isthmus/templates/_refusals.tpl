@@ -109,6 +109,9 @@
 {{- if and $file.size (eq $file.volume "claim") (not $file.claimName) -}}
 {{- fail (printf "%s.tiers.file.volume is claim, so %s.tiers.file.claimName must say which" .role .role) -}}
 {{- end -}}
+{{- if and (hasKey $worker.flags "kv-tier-write-mbps") (not $file.size) -}}
+{{- fail (printf "%s.flags.kv-tier-write-mbps limits %s.tiers.file, which has no size" .role .role) -}}
+{{- end -}}
 {{- if or $worker.tiers.memory $file.size -}}
 {{- if eq $worker.engine "sglang" -}}
 {{- fail (printf "%s.tiers is for engine torch: SGLang has its own way with that" .role) -}}

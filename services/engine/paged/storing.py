@@ -2,6 +2,7 @@
 
 Rule 1: nobody waits for a copy down. A page that is evicted before it is copied is not copied any more; the
         blocks before it stay stored.
+        Likewise, what the write budget keeps out of a file for now is lost if it is evicted first.
 Rule 2: a block is stored after its parent. So a tier has all blocks before each of its blocks, and a process
         that begins with an empty pool finds whole prefixes.
 """
@@ -16,6 +17,7 @@ from services.kv.radix_tree import Node
 from services.kv.tiers.books import Block, SlotState, TierBooks
 from services.kv.tiers.tier_keys import ROOT, next_key, scope
 from services.kv.tiers.wait_or_cut import TierTrust
+from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Move, Store
 from services.tier.thread import TierThread
 from services.values.kv import KvLayout, PageBooks, PageId
@@ -39,6 +41,7 @@ class TierCounts:
     tokens_ahead: int = 0  # Files were read for them before it was their request's turn.
     bytes_up: int = 0
     bytes_down: int = 0
+    file_bytes: int = 0  # These were written to files, from the pool or from a tier above.
     hits: int = 0  # It counts prompts of which a tier held more than the pool.
     misses: int = 0
     loads: dict[str, int] = field(default_factory=dict)  # They are counted by how they ended.
@@ -91,6 +94,7 @@ class Storing:
         num_slots: Sequence[int],
         room_pages: int,
         clock: Clock,
+        budget: WriteBudget,
     ) -> None:
         """Pages are stored once fewer than `room_pages` are free."""
         self._books = books
@@ -101,9 +105,11 @@ class Storing:
         self._layout = layout
         self._block_tokens = block_tokens
         self._block_pages = block_tokens // layout.page_size
+        self._block_bytes = self._block_pages * layout.page_bytes
         self._num_slots = tuple(num_slots)
         self._room_pages = room_pages
         self._clock = clock
+        self._budget = budget
         self._copied: dict[PageId, Store] = {}  # These pages wait to be copied, or have perhaps been copied.
         self._num_moves = 0
         self._look_at_s = 0.0
@@ -111,6 +117,7 @@ class Storing:
         # The books can be equal though all pages have changed hands; this count tells the difference.
         self._num_lent = 0
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
+        self._moves_at_s: float | None = None  # The budget allows the next move then.
 
     def __repr__(self) -> str:
         return f"Storing(pages={len(self._copied)} moves={self._num_moves})"
@@ -128,7 +135,10 @@ class Storing:
     @property
     def due_s(self) -> float | None:
         """Return when `turn` is due, or None where it is not."""
-        return self._look_at_s if self._may_store else None
+        due_s = [self._look_at_s] if self._may_store else []
+        if self._moves_at_s is not None:
+            due_s.append(self._moves_at_s)
+        return min(due_s, default=None)
 
     def turn(self) -> None:
         self._store_what_goes_next(self._clock())
@@ -141,6 +151,8 @@ class Storing:
 
     def _store_what_goes_next(self, now_s: float) -> None:
         if now_s < self._look_at_s or not self._may_store:
+            return
+        if self._must_wait():
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
         self._looked_at = self._cache.books(), self._num_lent
@@ -187,7 +199,27 @@ class Storing:
         scope_key = scope(self._layout, self._block_tokens, node.scope.salt)
         node.tier_key = next_key(scope_key, parent_key, b"".join(each.key for each in path))
 
+    def _wait_s(self, tier: int) -> float:
+        """Return the seconds until the budget allows the next write to this tier."""
+        return self._budget.wait_s(self._clock()) if self._books.in_files[tier] else 0.0
+
+    def _must_wait(self) -> bool:
+        """Return whether nothing may be stored now; it looks again once the budget allows it."""
+        if (wait_s := self._wait_s(0)) > 0:
+            self._looked_at, self._look_at_s = None, self._clock() + wait_s
+        return wait_s > 0
+
+    def _note_begun(self, tier: int) -> None:
+        if self._books.in_files[tier]:
+            self._budget.spend(self._block_bytes)
+
+    def _note_written(self, tier: int) -> None:
+        if self._books.in_files[tier]:
+            self._counts.file_bytes += self._block_bytes
+
     def _store(self, node: Node) -> Block | None:
+        if self._must_wait():
+            return None
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
         assert parent is not None
@@ -199,6 +231,7 @@ class Storing:
             self._books.write_failed(block)
             self._looks_again = True
             return None
+        self._note_begun(0)
         for page in store.pages:
             self._copied[page] = store
         return block
@@ -212,7 +245,8 @@ class Storing:
         if store.digest is not None:
             self._books.written(store.block, store.digest)
             self._counts.tokens_down += self._block_tokens
-            self._counts.bytes_down += self._block_pages * self._layout.page_bytes
+            self._counts.bytes_down += self._block_bytes
+            self._note_written(0)
             self._health.trust[0].note_written()
             return
         self._books.write_failed(store.block)
@@ -221,6 +255,7 @@ class Storing:
 
     def _make_room(self) -> None:
         """Move the blocks that were not used for longest to the next tier, before their slots are needed."""
+        self._moves_at_s = None
         for tier, count in enumerate(self._num_slots[:-1]):
             wanted = -(-count // _ROOM_SHARE)
             while self._num_moves < _MOST_MOVES and self._books.free_slots(tier) + self._num_moves < wanted:
@@ -228,6 +263,9 @@ class Storing:
                     break
 
     def _move_one(self, tier: int) -> bool:
+        if (wait_s := self._wait_s(tier + 1)) > 0:
+            self._moves_at_s = self._clock() + wait_s
+            return False
         if (block := self._books.begin_move(tier)) is None:
             return False
         move = Move(block)
@@ -235,11 +273,14 @@ class Storing:
             self._books.moved(block, good=False)
             return False
         self._num_moves += 1
+        self._note_begun(tier + 1)
         return True
 
     def note_move(self, move: Move) -> None:
         self._num_moves -= 1
         self._books.moved(move.block, good=move.is_done)
+        if move.is_done:
+            self._note_written(move.target_tier)
         if move.has_failed_to_read:
             why = "a digest differs" if move.error is None else str(move.error)
             self._health.note_error(move.source_tier, why, reading=True)

@@ -27,6 +27,7 @@ from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Block, TierBooks
 from services.kv.tiers.tier_keys import keys_of, scope
 from services.kv.tiers.wait_or_cut import Left
+from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, ReadAhead, Store
 from services.tier.thread import TierThread
 from services.values.kv import KvLayout
@@ -76,6 +77,7 @@ class Tiering:
         room_pages: int,
         clock: Clock,
         wake: Callable[[], None],
+        budget: WriteBudget | None = None,
     ) -> None:
         """`start` begins the thread, which reports each finished copy to the function that `start` was given.
 
@@ -103,7 +105,7 @@ class Tiering:
         self.thread = start(self._note_ended)
         self.storing = Storing(
             *(books, self.thread, self._health, self.counts, cache, layout, block_tokens),
-            *(num_slots, room_pages, clock),
+            *(num_slots, room_pages, clock, budget or WriteBudget()),
         )
 
     def __repr__(self) -> str:

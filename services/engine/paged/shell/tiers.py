@@ -1,6 +1,7 @@
 """A rank's tiers are opened here, as its settings describe them, for the layout of its runner."""
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Stored, TierBooks
 from services.kv.tiers.tier_keys import layout_id
+from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
 from services.tier.copies import Clock, LoadEnd, Staging
 from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory
@@ -71,6 +73,7 @@ class TierSettings:
     memory_fd: int | None = None  # A supervisor holds this memory through restarts of the rank.
     calls: FileCalls = field(default_factory=FileCalls)
     call_limit_s: float = 120.0  # A disk that answers none within this is done without from the start.
+    write_bytes_per_s: float = math.inf  # To all files together.
 
     @property
     def memory_bytes(self) -> int:
@@ -124,6 +127,7 @@ def open_tiers(
         max(_MARGINS * evict_ahead_pages, index_block // layout.page_size),
         clock,
         wake,
+        WriteBudget(settings.write_bytes_per_s, clock()),
     )
 
 
@@ -178,6 +182,10 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         "faster); corrupt (a digest differs); failed (an I/O error).",
         labels=["end"],
     )
+    written = CounterMetricFamily(
+        "isthmus_tier_file_written_bytes",
+        "Bytes of KV written to files of --kv-tier, from the pool or from a tier above; what wears a disk.",
+    )
     errors = CounterMetricFamily(
         "isthmus_tier_errors", "Reads and writes of tiers that failed, were late or came changed."
     )
@@ -194,10 +202,11 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up, "ahead": counts.tokens_ahead})
         _add(lookups, {"hit": counts.hits, "miss": counts.misses})
         _add(reads, {end.value: counts.loads.get(end.value, 0) for end in LoadEnd})
+        written.add_metric([], counts.file_bytes)
         errors.add_metric([], counts.errors)
         off.add_metric([], counts.is_off)
         _add(blocks, {"room": counts.slots, "held": counts.held})
-    yield from (moved, tokens, lookups, reads, errors, off, blocks)
+    yield from (moved, tokens, lookups, reads, written, errors, off, blocks)
 
 
 def _add(metric: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int]) -> None:

@@ -13,6 +13,7 @@ from services.engine.paged.sequence import Phase
 from services.engine.paged.tiering import FillHooks, Tiering
 from services.kv.tiers.books import SlotState, TierBooks
 from services.kv.tiers.tier_keys import keys_of, layout_id, scope
+from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
 from services.tier.copies import LoadCopy, Move, Staging, Store
 from services.tier.slab import FileCalls, SlabShape
@@ -48,7 +49,7 @@ class ByHand:
 
 
 class TieredRank(Rank):
-    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), **rank):
+    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), budget=None, **rank):
         """`tiers` are another life's slabs."""
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
@@ -65,7 +66,7 @@ class TieredRank(Rank):
         staging = Staging(block_bytes, layout.page_bytes, memory)
         self.tiers = self.core.tiers = Tiering(
             *(books, lambda done: self._begin(staging, done), cache, layout, BLOCK, num_slots),
-            *(num_pages // 2, self._clock, lambda: None),
+            *(num_pages // 2, self._clock, lambda: None, budget),
         )
         core = self.core
         hooks = FillHooks(core._publish, core._offer, core._catch_up, core._reserve, core.load)
@@ -247,6 +248,27 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     while seq not in rank.finished:
         rank.turn()
     assert rank.tokens[seq] == continuation(prompt, 5)
+
+
+def test_no_more_is_written_to_a_file_than_the_budget_allows_and_nobody_waits_for_it(subtests):
+    prompts = [prompt_of(seed, 40) for seed in range(6)]
+    block_bytes = BLOCK // PAGE * TieredRank().runner.layout.page_bytes
+    for num_slots, in_files in (((64,), (True,)), ((8, 64), (False, True))):
+        with subtests.test(in_files=in_files):
+            rank = TieredRank(num_slots, in_files=in_files, budget=WriteBudget(block_bytes / 10))
+            for prompt in prompts:
+                assert rank.generate(prompt) == continuation(prompt, 3)
+            counts = rank.tiers.counts
+            assert 0 < counts.file_bytes <= block_bytes * (1 + rank.now / 10) and rank.now < 60
+            seed = 6
+            while rank.tiers.idle_s is None:  # The budget allowed the last write at once.
+                rank.generate(prompt_of(seed := seed + 1, 40))
+            assert 0 < rank.tiers.idle_s <= 10, "it is due when the budget allows the next write"
+            written = counts.file_bytes
+            rank.now += rank.tiers.idle_s + 0.01
+            rank.turn()
+            rank.turn()  # what was written is noted
+            assert counts.file_bytes == written + block_bytes, "and it is not due before"
 
 
 def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():
