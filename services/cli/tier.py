@@ -1,10 +1,11 @@
 """`isthmus tier` looks at the files of --kv-tier on this machine.
 
-ls DIR           each layout and rank: size, blocks, whether a rank has it open
+ls DIR           each layout and rank: size, blocks, whether a rank has it open, or why none can
 check DIR        compare every block with its digest
 rm DIR/LAYOUT    remove what no rank has open; ranks never remove another layout's files themselves
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -53,19 +54,23 @@ def _slabs(directory: Path) -> Iterator[tuple[Path, Slab | None, bool]]:
 
 
 def _list(directory: Path) -> int:
-    rows = [
-        (
-            path.parent.parent.name,
-            path.parent.name,
-            path.stat().st_size // _MIB,
-            slab.shape.num_slots if slab else 0,
-            len(slab.records()) if slab else 0,
-            "in use" if in_use else "" if slab else "of another format",
-        )
-        for path, slab, in_use in _slabs(directory)
-    ]
+    rows = [(path.parent.parent.name, path.parent.name, *_listed(path)) for path in slab_files(directory)]
     print(format_table(["layout", "rank", "MiB", "slots", "blocks", ""], rows) if rows else "no tiers here")
+    if os.statvfs(directory).f_flag & os.ST_RDONLY:
+        print("the file system is read-only: a rank that starts leaves its tier here out")
     return 0
+
+
+def _listed(path: Path) -> tuple[int, int, int, str]:
+    try:
+        size = path.stat().st_size
+        with looking_at(path) as (slab, in_use):
+            if slab is None:
+                left = "empty: its rank found no room" if size == 0 else "of another format"
+                return size // _MIB, 0, 0, left
+            return size // _MIB, slab.shape.num_slots, len(slab.records()), "in use" if in_use else ""
+    except OSError as error:
+        return 0, 0, 0, f"fails: {error.strerror}"
 
 
 def _check(directory: Path) -> int:

@@ -43,8 +43,35 @@ _ALLOCATED_AT_ONCE = 1 << 30
 _AHEAD_AT_ONCE = 128 << 10  # Of a longer range a kernel may read only its beginning ahead.
 
 
+# These come of what --kv-tier says. Whatever else a kernel says (EIO, EROFS, ENOSPC ...) is the disk's fault.
+_OF_THE_FLAG = frozenset(
+    (
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EFBIG,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+    )
+)
+
+
 class SlabInUse(Exception):
     """Another incarnation of the rank still uses the slab."""
+
+
+class SlabFails(Exception):
+    """The disk fails, or has no room."""
+
+
+def slab_fault(name: str, error: OSError, detail: str = "") -> ConfigError | SlabFails:
+    """Return what to raise where a slab cannot be opened."""
+    wrong = ConfigError if error.errno in _OF_THE_FLAG else SlabFails
+    return wrong(f"--kv-tier: {name}: {detail}{error.strerror}")
 
 
 def will_need(fd: int, at: int, count: int) -> None:
@@ -190,7 +217,9 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
     """Open the slab of one rank and layout, and create it if needed.
 
     Raises:
-        ConfigError: it does not fit, the directory cannot be written, or others may access the file.
+        ConfigError: the directory may not be written, no disk of its size can hold it, or the file is not
+            this user's.
+        SlabFails: the disk fails, or has no room.
         SlabInUse: another process uses it.
     """
     path = directory / shape.layout_id.hex() / rank / _NAME
@@ -199,17 +228,36 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
         path.parent.mkdir(mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise ConfigError(f"--kv-tier: {path}: {error.strerror}") from error
-    try:
+        raise slab_fault(str(path), error) from error
+    with _closing_unless_opened(str(path), fd):
         _keep_to_ourselves(path, fd)
-    except ConfigError:
-        os.close(fd)
-        raise
-    _lock(str(path), fd)
+        _check_disk(path, fd, shape)
+        _lock(str(path), fd)
     if os.fstat(fd).st_nlink == 0:  # `remove` had the lock before us.
         os.close(fd)
         return open_file(directory, rank, shape, calls)
     return _locked_slab(str(path), fd, shape, calls)
+
+
+@contextmanager
+def _closing_unless_opened(name: str, fd: int, detail: str = "") -> Iterator[None]:
+    """Close the file where an error comes, and turn an OSError into what it means."""
+    try:
+        yield
+    except OSError as error:
+        os.close(fd)
+        raise slab_fault(name, error, detail) from error
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _check_disk(path: Path, fd: int, shape: SlabShape) -> None:
+    """Raise ConfigError where the whole disk, even if it were empty, has no room for the file."""
+    disk = os.fstatvfs(fd)
+    if 0 < disk.f_blocks * disk.f_frsize < shape.size_bytes:
+        size = disk.f_blocks * disk.f_frsize
+        raise ConfigError(f"--kv-tier: {path}: {shape.size_bytes} bytes are more than the disk's {size}")
 
 
 def _keep_to_ourselves(path: Path, fd: int) -> None:
@@ -270,7 +318,7 @@ def remove(path: Path) -> bool:
 def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()) -> Slab:
     """Open the slab in a memfd that a supervisor holds; with None it is in one that ends with this process.
 
-    Raises ConfigError and SlabInUse as open_file does.
+    Raises as open_file does.
     """
     if fd is None:
         own = os.memfd_create("isthmus-tier", os.MFD_CLOEXEC)
@@ -279,7 +327,8 @@ def open_memory(fd: int | None, shape: SlabShape, calls: FileCalls = FileCalls()
             own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigError(f"--kv-tier-fd={fd}: {error.strerror}") from error
-    _lock("memory", own)
+    with _closing_unless_opened("memory", own):
+        _lock("memory", own)
     return _locked_slab("memory", own, shape, calls)
 
 
@@ -292,24 +341,20 @@ def _takes_lock(fd: int, kind: int) -> bool:
 
 
 def _lock(name: str, fd: int) -> None:
-    """Lock the file; wait a moment for a command that reads or removes it. Raises SlabInUse and closes it."""
+    """Lock the file; wait a moment for a command that reads or removes it. Raises SlabInUse and OSError."""
     deadline_s = time.monotonic() + _LOOKS_END_S
     while not _takes_lock(fd, fcntl.LOCK_EX):
         if time.monotonic() >= deadline_s:
-            os.close(fd)
             raise SlabInUse(f"{name} is another life's still")
         time.sleep(_LOOKS_END_S / 50)
 
 
 def _locked_slab(name: str, fd: int, shape: SlabShape, calls: FileCalls) -> Slab:
-    try:
+    with _closing_unless_opened(name, fd, f"{shape.size_bytes} bytes: "):
         # An incarnation that was killed before it wrote the header may have left holes in the file.
         if os.fstat(fd).st_size != shape.size_bytes or os.pread(fd, _HEADER.size, 0) != shape.header:
             _allocate(fd, shape.size_bytes, calls)
         return Slab(name, fd, shape, calls)
-    except OSError as error:
-        os.close(fd)
-        raise ConfigError(f"--kv-tier: {name}: {shape.size_bytes} bytes: {error.strerror}") from error
 
 
 def _allocate(fd: int, size_bytes: int, calls: FileCalls) -> None:

@@ -77,5 +77,11 @@ def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtest
         capsys.readouterr()
         assert run(["check", str(tmp_path)]) == 1
         assert "ends at byte" in capsys.readouterr().err
+    with subtests.test("what fails is listed with the rest, and so is what found no room"):
+        os.truncate(tmp_path / layout / "other" / "blocks", 0)
+        assert run(["ls", str(tmp_path)]) == 0
+        notes = dict(line.split(maxsplit=5)[1::4] for line in capsys.readouterr().out.splitlines()[1:])
+        assert notes["cut"].startswith("fails: ") and notes["cut"].endswith("ends at byte 5000")
+        assert notes["other"] == "empty: its rank found no room"
     with subtests.test("nonsense is refused"), pytest.raises(SystemExit):
         run(["look", str(tmp_path)])

@@ -1,6 +1,7 @@
 """A thread that hangs ends the rank: what runs there fails, so that it goes on elsewhere."""
 
 import asyncio
+import errno
 import os
 import threading
 from dataclasses import replace
@@ -205,6 +206,27 @@ async def test_a_disk_that_never_answers_holds_up_no_start(tmp_path, monkeypatch
         while True:
             os.fstat(opened[0]._fd)
             await asyncio.sleep(0.01)
+
+
+async def test_a_tier_whose_disk_fails_at_the_start_is_left_out_and_counted(tmp_path, monkeypatch, caplog):
+    open_file = tiers.open_file
+
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def failing(directory, rank, shape, calls):
+        return open_file(directory, rank, shape, replace(calls, allocate=fails))
+
+    monkeypatch.setattr(tiers, "open_file", failing)
+    for others in ((), ("memory:1MiB",)):
+        settings = replace(FAKE, kv_tier=(f"{tmp_path}:1MiB", *others))
+        async with Pair(settings) as pair:
+            assert (await pair.generate(PROMPT, 4)).tokens == continuation(PROMPT, 4)
+            [left_out] = [m for m in pair.decode.metrics() if m.name == "isthmus_tier_left_out"]
+            assert (left_out.samples[0].value, pair.decode.has_tiers) == (1, bool(others))
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kv_tier_left_out")]
+    # Both ranks of the two pairs say so.
+    assert len(said) >= 2 and all(f"{tmp_path}" in each and "Input/output error" in each for each in said)
 
 
 async def test_a_tier_whose_disk_answers_again_is_used_again(caplog):

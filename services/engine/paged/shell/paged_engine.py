@@ -157,9 +157,9 @@ class PagedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._crashed = asyncio.Event()
-        self._hangs = False
-        self._warm_up_s = 0.0
+        self._hangs, self._warm_up_s = False, 0.0
         self._tiers: Tiering | None = None
+        self._tiers_left_out = 0
         self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
@@ -261,7 +261,8 @@ class PagedEngine:
 
     def metrics(self) -> Iterable[Metric]:
         yield from steps_metric({} if self._core is None else self._core.runner.steps_by_way)
-        yield from tier_metrics(None if self._tiers is None else self._tiers.figures())
+        counts = None if self._tiers is None else self._tiers.figures()
+        yield from tier_metrics(counts, self._tiers_left_out)
 
     def cache_events(self) -> AsyncIterator[CacheEvents]:
         return _taken(self._cache_events)
@@ -368,11 +369,10 @@ class PagedEngine:
         warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
         drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
-        clock, block = time.monotonic, settings.index_block
-        tiers = self._tiers = open_tiers(
-            settings.tiers, runner, cache, block, evict_ahead, clock, lambda: self.post(TierNews())
-        )
-        return EngineCore(runner, cache, self._limits, clock, carried, drafting, tiers)
+        clock, block, wake = time.monotonic, settings.index_block, lambda: self.post(TierNews())
+        opened = open_tiers(settings.tiers, runner, cache, block, evict_ahead, clock, wake)
+        self._tiers, self._tiers_left_out = opened
+        return EngineCore(runner, cache, self._limits, clock, carried, drafting, self._tiers)
 
     def _note_lent(self, runner: ModelRunner) -> Callable[[SequenceOf[PageId]], None]:
         def note(pages: SequenceOf[PageId]) -> None:

@@ -15,14 +15,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.storing import TierCounts
 from services.engine.paged.tiering import Tiering
-from services.engine.start_fault import reading
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Stored, TierBooks
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
 from services.tier.copies import Clock, LoadEnd, Staging
-from services.tier.slab import FileCalls, Slab, SlabInUse, SlabShape, open_file, open_memory
+from services.tier.slab import (
+    FileCalls,
+    Slab,
+    SlabFails,
+    SlabInUse,
+    SlabShape,
+    open_file,
+    open_memory,
+    slab_fault,
+)
 from services.tier.thread import TierHangs, TierThread, while_it_answers
 from services.values.errors import ConfigError
 
@@ -88,13 +96,15 @@ def open_tiers(
     evict_ahead_pages: int,
     clock: Clock,
     wake: Callable[[], None],
-) -> Tiering | None:
-    """Open the tiers and start their thread; return None where there are none.
+) -> tuple[Tiering | None, int]:
+    """Open the tiers and start their thread; return None where there are none, and how many are left out.
 
-    Raise ConfigError where a tier has no room, or where the runner keeps more than pages on a CPU.
+    A tier is left out where its disk fails, is full or does not answer, or where another process has its
+    file: the rank serves without it. Raise ConfigError where its flag is wrong, or where the runner keeps
+    more than pages on a CPU.
     """
     if not settings.places or not cache.enabled:
-        return None
+        return None, 0
     layout, drafts = runner.layout, runner.draft is not None
     check_tiers(carries=bool(layout.carried), drafts=drafts, on_gpu=runner.memory.kind != "DRAM")
     with ExitStack() as opened:
@@ -106,8 +116,9 @@ def open_tiers(
                 found.append(each)
                 in_files.append(place.directory is not None)
                 opened.callback(each[0].close)
+        num_left_out = len(settings.places) - len(found)
         if not found:
-            return None
+            return None, num_left_out
         slabs = [slab for slab, _ in found]
         num_slots = [slab.shape.num_slots for slab in slabs]
         books = TierBooks(num_slots, in_files)
@@ -117,7 +128,7 @@ def open_tiers(
         event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
         staging = Staging(slabs[0].shape.slot_bytes, layout.page_bytes, runner.memory)
         opened.pop_all()
-    return Tiering(
+    tiering = Tiering(
         books,
         lambda done: TierThread(slabs, staging, done),
         cache,
@@ -129,6 +140,7 @@ def open_tiers(
         wake,
         WriteBudget(settings.write_bytes_per_s, clock()),
     )
+    return tiering, num_left_out
 
 
 def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) -> _Opened | None:
@@ -136,8 +148,8 @@ def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) ->
     open_it = partial(_open, settings, place, shape)
     try:
         return while_it_answers(open_it, settings.calls, settings.call_limit_s, _close)
-    except SlabInUse as error:  # Two users would corrupt it; without it everything is computed.
-        event(log, "kv_tier_in_use", level=logging.WARNING, why=str(error))
+    except (SlabInUse, SlabFails) as error:  # Two users would corrupt it.
+        event(log, "kv_tier_left_out", level=logging.ERROR, why=str(error))
     except TierHangs as error:
         log.critical("tier_hangs where=%s limit_s=%g\n%s", place.directory, settings.call_limit_s, error)
     return None
@@ -149,18 +161,17 @@ def _open(settings: TierSettings, place: TierPlace, shape: SlabShape, calls: Fil
     else:
         slab = open_file(place.directory, settings.rank, shape, calls)
     try:
-        with reading("a table of --kv-tier"):
-            return slab, slab.records()
-    except BaseException:
+        return slab, slab.records()
+    except OSError as error:
         slab.close()
-        raise
+        raise slab_fault(slab.name, error) from error
 
 
 def _close(opened: _Opened) -> None:
     opened[0].close()
 
 
-def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
+def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[Metric]:
     moved = CounterMetricFamily(
         "isthmus_tier_bytes",
         "Bytes of KV that went between the pool and its tiers: direction is down (stored) or up (read).",
@@ -192,6 +203,12 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
     off = GaugeMetricFamily(
         "isthmus_tier_off", "1 while a tier is left alone: it failed, or is slower than computing."
     )
+    left_out = GaugeMetricFamily(
+        "isthmus_tier_left_out",
+        "Tiers of --kv-tier that the rank has done without since its start: the disk failed, was full or did "
+        "not answer, or another process had the file.",
+    )
+    left_out.add_metric([], num_left_out)
     blocks = GaugeMetricFamily(
         "isthmus_tier_blocks",
         "Blocks of the index that tiers have room for, and that they hold.",
@@ -206,7 +223,7 @@ def tier_metrics(counts: TierCounts | None) -> Iterator[Metric]:
         errors.add_metric([], counts.errors)
         off.add_metric([], counts.is_off)
         _add(blocks, {"room": counts.slots, "held": counts.held})
-    yield from (moved, tokens, lookups, reads, written, errors, off, blocks)
+    yield from (moved, tokens, lookups, reads, written, errors, off, left_out, blocks)
 
 
 def _add(metric: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int]) -> None:
