@@ -191,6 +191,7 @@ class DecodeCandidate(NamedTuple):
     tokens_per_step: float = 0.0  # the tokens that a sequence gets in a step; 0: not known
     sources: tuple[SourceCandidate, ...] = ()  # for plan local
     brought: Brought | None = None  # for plan local, without a source
+    back_s: float = inf  # the time to bring a token back up that it evicts; infinite where no tier keeps it
 
     @property
     def reused_tokens(self) -> int:
@@ -245,6 +246,7 @@ class PrefillCandidate(NamedTuple):
     matched_resume_tokens: int | None = None
     sources: tuple[SourceCandidate, ...] = ()
     brought: Brought | None = None
+    back_s: float = inf
 
     @property
     def reused_tokens(self) -> int:

@@ -32,7 +32,15 @@ from services.router.placement.candidates import (
 from services.router.placement.decision import Decision, Nowhere, place
 from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
-from services.router.placement.rank_snapshot import Found, Hit, Hits, Queue, RankSnapshot, common_layout
+from services.router.placement.rank_snapshot import (
+    Found,
+    Hit,
+    Hits,
+    Queue,
+    RankSnapshot,
+    back_s,
+    common_layout,
+)
 from services.router.placement.sources import Holder, PullSources
 from services.router.ranks.balance import Balance
 from services.router.ranks.learned import Arrivals, PaidWaits
@@ -399,6 +407,7 @@ class Placer:
             load.tokens_per_step,
             (),  # sources
             brought,
+            back_s(self._below, rank, load),
         )
 
     def _prefill_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> PrefillCandidate:
@@ -422,6 +431,7 @@ class Placer:
             hit.matched_resume,
             (),  # sources
             hit.brought,
+            back_s(self._below, rank, now.load),
         )
 
     def _holds_most(self, rank: Registration) -> bool:
@@ -484,7 +494,8 @@ class Placer:
         if books.total > 0:
             lacking = max(0, _USUAL_TOKENS - books.free * page_size)
             evicted = min(lacking, books.cached * page_size)
-            load_s += self._settings.weights.evict_weight * evicted / now.tokens_per_s
+            again_s = min(1 / now.tokens_per_s, back_s(self._below, rank, now.load)) if evicted else 0.0
+            load_s += self._settings.weights.evict_weight * evicted * again_s
             if rank.role is Role.DECODE:
                 load_s += (lacking - evicted) * now.load.token_s / max(1, now.running)
         return load_s, now.running

@@ -16,6 +16,8 @@ of its hit. This per-request state (`carried`) is sent after the last chunk is c
 Requests that wait at a rank for what it holds, while others have less to do, pay for a copy: once they have
 waited as long as it takes to compute, the next one computes it. `occupy` is less by what they have paid.
 
+What a rank evicts will be computed again, or brought up again where its tiers keep it, if that is faster.
+
 occupy, evict, itl and lend are what a request costs the requests that come after it or run beside it. Without
 them each request would take the rank that is best for itself, caches would fill with copies, and all would
 wait longer.
@@ -56,7 +58,8 @@ class PriceWeights:
     later_weight: float = 0.5
     # This weighs the seconds by which the tokens of the sequences running there come later.
     itl_weight: float = 0.05
-    # This weighs the seconds to recompute what is evicted. Not all of it will be requested again.
+    # This weighs the seconds to compute again, or to bring up again, what is evicted. Not all of it will be
+    # requested again.
     evict_weight: float = 0.5
     # A preferred rank may be worse than the best price by slack_ratio of that price and slack_s. This router
     # prefers the ranks of its share, because other routers may have sent requests to the others that it does
@@ -173,9 +176,17 @@ class PriceList:
         self.shortest_local_s, self.occupy_local = _occupy(weights, decodes)
         self.later = weights.later_weight * request.prefill_requests_per_s / 2
         self.later_local = weights.later_weight * request.decode_requests_per_s / 2
-        # Evicted KV will be computed again by any prefill rank, or by a decode rank if there are none.
+        # Evicted KV that no tier keeps will be computed again by any prefill rank, or by a decode rank if
+        # there are none.
         self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
+
+    def evict_s(self, candidate: Candidate, num_tokens: int) -> float:
+        """Return the price of what the rank evicts, with the weight."""
+        again_s = 1 / self.tokens_per_s
+        if candidate.back_s < again_s:
+            return num_tokens * self.weights.evict_weight * candidate.back_s
+        return num_tokens * self.evict_s_per_token
 
     def occupy_s(self, compute_s: float, tokens_per_s: float) -> float:
         occupy_s = (self.occupy + self.later * compute_s) * compute_s
@@ -204,7 +215,7 @@ class PriceList:
         lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
         wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s, rate)
-        evict_s = evicted * self.evict_s_per_token
+        evict_s = self.evict_s(prefill, evicted) if evicted else 0.0
         fixed_s = wait_s + occupy_s + evict_s
         if source is not None:
             fixed_s += sum(self.pull(source, wait_s))
@@ -228,7 +239,7 @@ class PriceList:
             # Sequences that end free at least as many tokens as all generate: each one token in `token_s`.
             shortage = max(0, lacking - decode.evictable_tokens)
             room_s = shortage * decode.token_s / max(1, decode.running)
-            evict_s = min(lacking, decode.evictable_tokens) * self.evict_s_per_token
+            evict_s = self.evict_s(decode, min(lacking, decode.evictable_tokens))
         late_s, itl_s = self.beside(wait_s, decode)
         at_decode_s = late_s + room_s + evict_s + itl_s + outgrow_s
         return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)

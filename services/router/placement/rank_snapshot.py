@@ -186,6 +186,17 @@ def _bring_s(load: RankLoad, layout: KvLayout, num_tokens: int, file_tokens: int
     return (in_memory_s + in_files_s) * layout.page_bytes / layout.page_size
 
 
+def back_s(below: PrefixIndex | None, rank: Registration, load: RankLoad) -> float:
+    """Return the time to bring a token back up that the rank evicts, or infinity where no tier keeps it.
+
+    A rank with anything below its pool stores what it may have to evict, in its nearest tier.
+    """
+    if below is None or below.is_empty or load.tiers_off or not below.num_blocks(rank.id.key):
+        return math.inf
+    bytes_per_s = load.memory_tier_bytes_per_s or load.file_tier_bytes_per_s or _FILE_BYTES_PER_S
+    return rank.layout.page_bytes / rank.layout.page_size / bytes_per_s
+
+
 class Hits:
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
         self.telling: frozenset[RankKey] = frozenset()  # ranks that report their checkpoints

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from router.placement.known_cluster import BLOCK, HYBRID, LAYOUT, Router, admitted
 from services.router.placement.rank_snapshot import Hits, RankSnapshot
+from services.values.kv import PageBooks
 from services.values.rank import Plan
 from services.values.rank_reports import LENDS, PULLS
 
@@ -87,6 +88,46 @@ def test_nothing_is_promised_that_a_rank_would_compute(subtests):
         router = Router(2, 0, layout=HYBRID)
         router.keeps(router.decodes[0], 40)
         assert router.place().chosen.brought is None
+
+
+def test_what_a_tier_keeps_is_not_lost_when_it_is_evicted(subtests):
+    full = PageBooks(total=100, free=0, cached=100, locked=0, private=0, quarantined=0)
+    evicted_s = 0.5 * (WHOLE + 7) / 10_000
+
+    def evict_s(router, **load):
+        for rank in router.decodes:
+            router.waits(rank, 0, books=full, **load)
+        # A rank without a tier has the same price as ever.
+        ways = {way.decode.id.rank: dict(way.terms)["evict_decode"] for way in router.place().ranked}
+        assert ways[1] == pytest.approx(evicted_s)
+        return ways[0]
+
+    router = Router(2, 0)
+    assert evict_s(router, **READ) == pytest.approx(evicted_s)
+    router.below.take_snapshot(router.decodes[0].id, [1_000_000])  # another prompt's
+    with subtests.test("it is brought up again"):
+        assert evict_s(router, **READ) == pytest.approx(0.5 * bring_s(WHOLE + 7, 4e9))
+    with subtests.test("out of a file"):
+        assert evict_s(router, file_tier_bytes_per_s=1e9) == pytest.approx(0.5 * bring_s(WHOLE + 7, 1e9))
+    with subtests.test("or computed again, where that is faster or the tiers are left alone"):
+        slow = {"memory_tier_bytes_per_s": BYTES_PER_TOKEN * 9_000}
+        assert evict_s(router, **slow) == evict_s(router, **READ, tiers_off=True) == pytest.approx(evicted_s)
+    with subtests.test("at a prefill rank, too"):
+        router = Router(1, 1)
+        router.below.take_snapshot(router.prefills[0].id, [1_000_000])
+        router.waits(router.prefills[0], 0, books=full, **READ)
+        terms = dict(router.place(plans=frozenset({Plan.REMOTE})).chosen.terms)
+        assert terms["evict_prefill"] == pytest.approx(0.5 * bring_s(WHOLE + 7, 4e9))
+
+
+def test_of_many_ranks_those_whose_tiers_keep_what_they_evict_come_first():
+    router = Router(60, 0)
+    full = PageBooks(total=100, free=0, cached=100, locked=0, private=0, quarantined=0)
+    for rank in router.decodes:
+        router.keeps(rank, 1 if rank.id.rank == 50 else 0)
+        router.waits(rank, 0, books=full, **READ)
+    asked = replace(router.asked(), hashes=())
+    assert router.placer.place(asked, 0.5).chosen.decode.id.rank == 50
 
 
 def test_a_source_is_its_pool_alone_and_may_be_faster_than_a_file(subtests):
