@@ -25,6 +25,7 @@ from charts.rendering import (
     rendered,
     sample,
 )
+from last_release import take
 
 VERSIONS = ("1.30", "1.33", "1.37")
 # Kubernetes has no schemas of these: tests/charts/test_custom_resources.py.
@@ -217,3 +218,11 @@ def test_blue_and_green_are_one_cluster_and_reach_each_other():
             assert any("component" not in str(w) and w.items() <= labels.items() for w in wanted), component
     gone = render(merged(LEAST, {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}))
     assert gone.of("StatefulSet")["decode"]["spec"]["replicas"] == 0
+
+
+def test_values_of_the_last_release_are_still_taken(subtests, tmp_path):
+    samples = take("charts/isthmus/samples", tmp_path)
+    assert list(samples.iterdir())
+    for path in samples.iterdir():
+        with subtests.test(path.stem):
+            assert render(yaml.safe_load(path.read_text())).workloads()

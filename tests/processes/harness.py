@@ -113,6 +113,7 @@ class ProcessCluster:
         rank_flags=(),
         router_flags=(),
         behind_proxies=False,
+        local=LocalCluster,
         **shape,
     ):
         self._kv_pages = kv_pages
@@ -128,7 +129,7 @@ class ProcessCluster:
             router_flags=(*ROUTER_FLAGS, *router_flags),
             **shape,
         )
-        self.local = LocalCluster(self.shape, self._note)
+        self.local = local(self.shape, self._note)
         self.lines: list[LogLine] = []
         self.other_lines: list[str] = []
         self.stubs = []
