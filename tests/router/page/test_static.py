@@ -1,6 +1,7 @@
 """The page's files as they lie: self-contained, without markup that a text could become, and packaged."""
 
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -55,13 +56,18 @@ def test_pure_scripts_ask_nobody():
 
 
 def test_what_is_vendored_is_what_was_published():
-    said = (VENDOR / "VENDORED.txt").read_text()
-    files = re.findall(r"^(\S+)$.*?sha256 +([0-9a-f]{64})$", said, re.M | re.S)
-    assert {name for name, _ in files} == {path.name for path in VENDOR.iterdir() if path.suffix == ".js"}
-    for name, digest in files:
-        assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest
-    for licence in re.findall(r"\((\S+LICENSE\.txt)\)", said):
-        assert "icense" in (VENDOR / licence).read_text()
+    (listed,) = WheelBuilder(str(ROOT)).config.sbom_files
+    components = json.loads((ROOT / listed).read_text())["components"]
+    files = {file["name"]: file["hashes"] for each in components for file in each.get("components", [])}
+    scripts = [path for path in VENDOR.iterdir() if path.suffix == ".js"]
+    assert files == {path.name: [{"alg": "SHA-256", "content": digest(path)}] for path in scripts}
+    licences = {f"{each['name']}-LICENSE.txt" for each in components}
+    assert licences == {path.name for path in VENDOR.iterdir()} - files.keys()
+    assert all("icense" in (VENDOR / name).read_text() for name in licences)
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_the_wheel_has_them():
