@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.commands import COMMANDS, config_of
-from services.cli.look.check import CheckpointConfig
 from services.cli.router_client import ClientConfig
 from services.engine.sglang.service.sglang_settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
 from services.rank.rank_config import RankConfig
@@ -64,6 +63,8 @@ CHART_VALUES = {
 }
 # What all services must agree on, so the chart takes it for all of them only.
 SHARED = ("cluster", "index-block", "model-name")
+# Commands of many flags are listed; the flags of others are told by `--help` alone.
+LISTED = ("up", "bench", "size", "drain")
 # Made from another service's value.
 ROUTER_CHART_VALUES = {"chunk-size": "prefill.flags"}
 
@@ -75,7 +76,8 @@ Written by `docs/generate_configuration.py` from the code; `make lint` fails whe
 Services and commands take flags as `--name=value`. Here a flag stands with its default, or with a word such
 as TEXT if it has none; of choices, which `|` divides, the first is the default, unless the text says
 otherwise. What stands in capitals is given by itself: `isthmus make-model /tmp/model`. `...` marks what may
-be given several times. `--name=` is none, `--name` alone is true. `--help` prints the same.
+be given several times. `--name=` is none, `--name` alone is true. `--help` prints the same, and the flags of
+commands that are not listed here ([the command line](command-line.md)).
 
 The chart takes flags without the dashes: those of all services under `flags`, the others under
 `router.flags`, `prefill.flags` and `decode.flags`. If a value of the chart stands in brackets behind a flag,
@@ -111,7 +113,7 @@ def sections() -> list[Section]:
     names = ", ".join(f"`{command}`" for command in COMMANDS if issubclass(config_of(command), ClientConfig))
     intro = f"The commands {names} have these flags beside their own."
     found.append(Section("Commands that ask a router", intro, tuple(asking), None))
-    for command in COMMANDS:
+    for command in LISTED:
         cls = config_of(command)
         flags = describe(cls)
         text = inspect.cleandoc(str(cls.__doc__))
@@ -120,15 +122,7 @@ def sections() -> list[Section]:
         if issubclass(cls, ClientConfig):
             flags = list(_without(flags, asking))
         found.append(Section(f"`isthmus {command}`", text, tuple(flags), None))
-        if command == "check":
-            found.append(_of_checkpoint())
     return found
-
-
-def _of_checkpoint() -> Section:
-    """The same command's other half."""
-    text = inspect.cleandoc(str(CheckpointConfig.__doc__))
-    return Section("`isthmus check DIR`", text, tuple(describe(CheckpointConfig)), None)
 
 
 def _without(flags: list[FlagDescription], common: list[FlagDescription]) -> tuple[FlagDescription, ...]:
