@@ -41,13 +41,15 @@ class Ours:
     def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins, tells: bool = True) -> None:
         """Ranks are taken to go on wherever they hold unless `tells` is set."""
         timing = fleet.timing
-        self.index = PrefixIndex()
+        self.index, self.below = PrefixIndex(), PrefixIndex()
         self._balance = Balance(
             events.clock, prior_bandwidth=timing.bytes_per_s, chunk_tokens=timing.chunk_tokens
         )
         settings = PlacerSettings(BLOCK_TOKENS, timing.chunk_tokens, fleet.weights)
         self._deltas: Counter[RankKey] = Counter()  # taken in
-        self._placer = Placer(settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True)
+        self._placer = Placer(
+            settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True, self.below
+        )
         self._placer.set_ranks(
             [_registration(rank, Role.DECODE, timing, tells) for rank in fleet.decodes],
             [_registration(rank, Role.PREFILL, timing, tells) for rank in fleet.prefills],
@@ -55,6 +57,8 @@ class Ours:
         self._placer.set_share(share)
         for rank in (*fleet.decodes, *fleet.prefills):
             self.index.apply_snapshot(rank.id, ())
+            if rank.tier is not None:
+                self.below.take_snapshot(rank.id, ())
             self._balance.report(rank.id.key, rank.load())
         self._plans = fleet.plans
         self._pins = pins
@@ -97,6 +101,9 @@ class Ours:
         resumable = taken.resumable_stored, taken.resumable_removed
         self.index.apply_delta(rank, taken.stored, taken.removed, *resumable)
         self._deltas[rank.key] += 1
+
+    def told_below(self, rank: RankId, taken: CacheEvents) -> None:
+        self.below.apply_delta(rank, taken.stored, taken.removed)
 
     def loaded(self, rank: Rank) -> None:
         self._balance.report(rank.id.key, rank.load())
@@ -269,4 +276,5 @@ def _admitted(job: Job, plan: Plan) -> Admitted:
         prefill_compute_s=job.computed_s - job.began_s,
         transfer_s=job.transfer_s,
         plan=plan,
+        brought_tokens=job.brought_blocks * BLOCK_TOKENS,
     )

@@ -5,7 +5,8 @@
                                                 -> (local) its turn: chunks computed with the batch's steps
 
 A page is one block of the trace (512 tokens). A prompt is matched when its turn to be computed comes, or, if
-decode only receives it, as soon as there are pages. What is generated takes pages, and leaves behind those
+decode only receives it, as soon as there are pages. Who computes it reads beforehand what its tier holds
+beyond its pool, while others are computed. What is generated takes pages, and leaves behind those
 of TraceRequest.answered; none for the trace, which does not say which blocks it becomes.
 """
 
@@ -15,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from bench.placement.below import Tier, reading_s
 from bench.placement.events import Events
 from bench.placement.resuming import Resuming
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.kv.block_hash import scope_seed
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
@@ -35,6 +38,7 @@ class Timing:
     kv_bytes_per_token: int = 131_072
     state_bytes: int = 0  # that crosses with every prompt
     bytes_per_s: float = 12.5e9  # out of one prefill rank
+    tier_bytes_per_s: float = 5e9  # into a pool from the tier below it
     hop_s: float = 0.001  # between two services
     step_s: float = 0.015  # of a batch of one
     step_s_per_sequence: float = 0.0004
@@ -54,6 +58,7 @@ class Job:
     pending_tokens: int = 0  # as the rank counts them
     decode_blocks: int = 0  # matched
     resumed_blocks: int = 0  # not computed by who computes
+    brought_blocks: int = 0  # of these, read from its tier
     borders: Sequence[int] = ()  # where that one keeps states
     computed_tokens: int = 0
     delta_tokens: int = 0
@@ -70,9 +75,16 @@ class Rank(ABC):
     """Both roles have a pool, a queue of prompts to compute, reports, cache events."""
 
     def __init__(
-        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+        self,
+        id: RankId,
+        num_pages: int,
+        timing: Timing,
+        events: Events,
+        num_states: int = 0,
+        tier_blocks: int = 0,
     ) -> None:
         self.id = id
+        self.tier = Tier(tier_blocks, scope_seed(MODEL)) if tier_blocks else None
         self.resuming = Resuming(num_states)
         self.cache = PrefixCache(num_pages, 1, 1, MODEL, forget=self.resuming.forget)
         self.timing = timing
@@ -80,7 +92,9 @@ class Rank(ABC):
         self.busy_s = 0.0
         self.report: Callable[[Rank], None] = _nobody
         self.publish: Callable[[Rank, CacheEvents], None] = _nobody_publishes
+        self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody_publishes
         self._queue: deque[Job] = deque()
+        self._read: deque[Job] = deque()  # Their tier has been read.
         self._queued_tokens = 0
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
@@ -122,14 +136,39 @@ class Rank(ABC):
         self.changed()
 
     def _next(self) -> None:
-        """Begin with the prompt at the head of the queue, if there is room for it."""
-        if self._current is not None or not self._queue or not self._open(self._queue[0]):
-            return
-        job = self._current = self._queue.popleft()
+        """Begin with what has been read, or with the prompt at the head of the queue, if there is room."""
+        while self._current is None:
+            if self._read:
+                self._begin(self._read.popleft())
+            elif not self._queue or not self._open(self._queue[0]):
+                return
+            elif not self._reads(job := self._queue.popleft()):
+                self._begin(job)
+
+    def _reads(self, job: Job) -> bool:
+        """Return whether it waits for its tier; what would take longer to read is computed."""
+        if self.tier is None:
+            return False
+        depth, held, timing = self.tier.depth(job.request.blocks), self._pages[job].prefix_len, self.timing
+        read_s = reading_s(depth - held, timing.kv_bytes_per_token, timing.tier_bytes_per_s)
+        if depth <= held or read_s * timing.tokens_per_s >= (depth - held) * BLOCK_TOKENS:
+            return False
+        job.brought_blocks = depth - held
+        self.events.after(read_s, self._has_read, job)
+        return True
+
+    def _has_read(self, job: Job) -> None:
+        depth = self._pages[job].prefix_len + job.brought_blocks
+        self.cache.publish(self._pages[job], job.request.blocks[:depth])
+        self._read.append(job)
+        self._next()
+
+    def _begin(self, job: Job) -> None:
+        self._current = job
         self._queued_tokens -= job.pending_tokens
         job.began_s = self.events.now
         pages, num_blocks = self._pages[job], len(job.request.blocks)
-        job.resumed_blocks = self.resuming.begin(pages, num_blocks)
+        job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
         job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
         matched = min(job.resumed_blocks * BLOCK_TOKENS, job.request.prompt_tokens - 1)
         self._done_tokens = matched
@@ -188,6 +227,8 @@ class Rank(ABC):
 
     def _close(self, job: Job) -> None:
         self.cache.close(self._pages.pop(job))
+        if self.tier is not None:
+            self.tier.store(job.request.answered or job.request.blocks)
         self._next()
         self.changed()
 
@@ -212,6 +253,8 @@ class Rank(ABC):
         taken = replace(self.cache.take_events(), resumable_stored=stored, resumable_removed=removed)
         if taken != CacheEvents():
             self.publish(self, taken)
+        if self.tier is not None and (below := self.tier.take_events()) != CacheEvents():
+            self.publish_below(self, below)
 
     def load(self) -> RankLoad:
         return RankLoad(
@@ -220,14 +263,21 @@ class Rank(ABC):
             pending_tokens=self.pending_tokens,
             books=self.cache.books(),
             prefill_tokens_per_s=self.timing.tokens_per_s,
+            memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
 
 class PrefillRank(Rank):
     def __init__(
-        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+        self,
+        id: RankId,
+        num_pages: int,
+        timing: Timing,
+        events: Events,
+        num_states: int = 0,
+        tier_blocks: int = 0,
     ) -> None:
-        super().__init__(id, num_pages, timing, events, num_states)
+        super().__init__(id, num_pages, timing, events, num_states, tier_blocks)
         self._link_free_s = 0.0
 
     def submit(self, job: Job) -> None:
@@ -263,9 +313,15 @@ class DecodeRank(Rank):
     """It is also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
 
     def __init__(
-        self, id: RankId, num_pages: int, timing: Timing, events: Events, num_states: int = 0
+        self,
+        id: RankId,
+        num_pages: int,
+        timing: Timing,
+        events: Events,
+        num_states: int = 0,
+        tier_blocks: int = 0,
     ) -> None:
-        super().__init__(id, num_pages, timing, events, num_states)
+        super().__init__(id, num_pages, timing, events, num_states, tier_blocks)
         self._receiving: deque[Job] = deque()  # without pages yet
         self._ends: list[tuple[float, int, Job]] = []  # step in which it ends, number, job
         self._steps = 0.0
@@ -380,6 +436,7 @@ class DecodeRank(Rank):
             books=self.cache.books(),
             step_s=self.batch_step_s(),
             prefill_tokens_per_s=self.timing.tokens_per_s,
+            memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
 

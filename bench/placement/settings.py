@@ -2,8 +2,9 @@
 
 All variations of every layout, but for those of 200 + 800, where a run takes minutes, that have little to
 change there: the clocks of its 25 copies of the trace tick 8 times a second anyway ("spread"), and 8 requests
-a second with one prefix ("shared") are no load for a thousand ranks. Any can be had by name, those of a model
-with recurrent layers ("hybrid-64" has room for 64 states a rank) only so.
+a second with one prefix ("shared") are no load for a thousand ranks. Any can be had by name, and only so
+those of a model with recurrent layers ("hybrid-64" has room for 64 states a rank), and of small pools with a
+tier of four times their size ("tier-4") and without ("tier-0").
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ class Setting:
     prefill: int
     decode: int
     blocks: int = 2_500  # per rank
+    tier_blocks: int = 0  # per rank, below its pool
     states: int = 0  # per rank, to go on from; 0: a model without, which goes on wherever blocks are held
     staleness_s: float = 0.25  # of the index, beyond the publisher's gathering
     routers: int = 1
@@ -55,6 +57,7 @@ class Setting:
             "workload": self.workload,
             "layout": self.layout,
             "blocks": self.blocks,
+            "tier": self.tier_blocks,
             "tokens/s": int(self.timing.tokens_per_s),
             "stale_s": self.staleness_s,
             "routers": self.routers,
@@ -90,9 +93,17 @@ def _hybrid(states: int, base: Setting) -> Setting:
 
 
 _VARIATIONS |= {f"hybrid-{states}": partial(_hybrid, states) for states in (64, 256)}
+_TIER_POOL = 1_250
+
+
+def _with_tier(times: int, base: Setting) -> Setting:
+    return replace(base, blocks=_TIER_POOL, tier_blocks=times * _TIER_POOL)
+
+
+_VARIATIONS |= {f"tier-{times}": partial(_with_tier, times) for times in (0, 4)}
 VARIATIONS = tuple(_VARIATIONS)
 _NOT_LARGE = frozenset({"spread", "spread-routers-2", "shared"})
-_BY_NAME = frozenset({"hybrid-64", "hybrid-256"})
+_BY_NAME = frozenset({"hybrid-64", "hybrid-256", "tier-0", "tier-4"})
 
 
 def settings(

@@ -32,6 +32,7 @@ OURS = ("ours", "ours-remote", "ours-held", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
 POLICIES = OURS + OTHERS  # of a trace
 ONE_PLAN = ("ours-remote", "ours-local", "oracle-remote")  # where there are prefill ranks
+_BELOW_S = 0.5  # in the mean until the next record of what lies below; there is one a second
 READ_INDEX = ("ours", "ours-remote", "ours-held")  # and pins
 
 
@@ -42,12 +43,13 @@ class Simulation:
         self._events = Events()
         events = self._events
         slow_decodes, slow_prefills = (0, 1) if setting.prefill else (1, 0)
+        below = setting.states, setting.tier_blocks
         self._decodes = [
-            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, setting.states)
+            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, *below)
             for i, timing in enumerate(setting.timings(setting.decode, slow_decodes))
         ]
         self._prefills = [
-            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, setting.states)
+            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, *below)
             for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills))
         ]
         self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
@@ -56,7 +58,7 @@ class Simulation:
         self._policies = self._make_policies(policy)
         for rank in self.ranks:
             rank.report = self._report
-            rank.publish = self._publish
+            rank.publish, rank.publish_below = self._publish, self._publish_below
         self.jobs: list[Job] = []
 
     @property
@@ -149,6 +151,11 @@ class Simulation:
     def _publish(self, rank: Rank, taken: CacheEvents) -> None:
         for policy in self._policies:
             self._events.after(self._setting.staleness_s, policy.told, rank.id, taken)
+
+    def _publish_below(self, rank: Rank, taken: CacheEvents) -> None:
+        for policy in self._policies:
+            if isinstance(policy, Ours):  # The others know nothing of tiers.
+                self._events.after(_BELOW_S + self._setting.staleness_s, policy.told_below, rank.id, taken)
 
     def _row(self, cpu_s: float) -> Row:
         jobs, setting = self.jobs, self._setting

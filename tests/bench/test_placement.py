@@ -98,6 +98,18 @@ def test_simulations(subtests, trace):
                 job.transfer_s >= setting.timing.state_bytes / setting.timing.bytes_per_s for job in remote
             )
         assert computed["ours"] < computed["ours-held"] < 1.0
+    with subtests.test("what a tier keeps is brought up and not computed again"):
+        requests, computed, (named,) = read_trace(trace), [], settings(["8"], ["tier-4"])
+        assert named.tier_blocks == 4 * named.blocks
+        for tier_blocks in (0, 160):
+            setting = replace(named, decode=3, blocks=40, tier_blocks=tier_blocks)
+            simulation = Simulation(setting, "ours", requests)
+            computed.append(simulation.run()["computed_ratio"])
+            jobs = simulation.jobs
+            assert all(job.computed_tokens == tokens_after(job.resumed_blocks, job.request) for job in jobs)
+            assert all(job.resumed_blocks == job.decode_blocks + job.brought_blocks for job in jobs)
+            assert any(job.brought_blocks for job in jobs) == (tier_blocks > 0)
+        assert computed[1] < 0.9 * computed[0]
     with subtests.test("a run can be repeated"):
         requests = read_trace(trace)
         rows = [Simulation(Setting(2, 2, blocks=80), "ours", requests).run() for _ in range(2)]
@@ -213,9 +225,10 @@ def test_layouts_and_goals(subtests):
     with subtests.test("what a large layout leaves out can be had by name"):
         assert {each.workload for each in settings(["200+800"], [])} == {"trace"}
         assert [each.workload for each in settings(["200+800"], ["shared", "spread"])] == ["shared", "spread"]
-        by_name = {setting for setting in settings(["8+64"], VARIATIONS) if setting.states}
-        assert len({*settings(["8+64"], VARIATIONS)}) == len(VARIATIONS)
-        assert {*settings(["8+64"], [])} == {*settings(["8+64"], VARIATIONS)} - by_name and len(by_name) == 2
+        named = set(settings(["8+64"], VARIATIONS))
+        by_name = {setting for setting in named if setting.states or setting.blocks == 1_250}
+        assert len(named) == len(VARIATIONS)
+        assert {*settings(["8+64"], [])} == named - by_name and len(by_name) == 4
     with subtests.test("goals are judged by the rows that are there"):
         assert judged(row("cache-aware"), row("oracle")) == {}
         ours = row("ours", ttft_mean_s=1.0, ttft_p50_s=0.5, ttft_p99_s=9.0)
