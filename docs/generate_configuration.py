@@ -47,6 +47,7 @@ CHART_VALUES = {
     "health-port": "set",
     "otlp-endpoint": "tracing.endpoint",
     "api-key-file": "router.apiKeysSecret",
+    "tenants": "router.tenantsSecret",
     "name": "set",
     "worker": "set",
     "rank-index": "set",

@@ -35,6 +35,7 @@ from services.router.cluster import Cluster
 from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.request.router_metrics import RankCollector, RouterMetrics
+from services.router.tenants import TenantCollector
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import RankLoad, Registration
@@ -50,7 +51,8 @@ format or, if asked, in OpenMetrics with exemplars (the `trace_id` of a recorded
 labels `isthmus_cluster`, `role` (`router`, `prefill`, `decode`), `worker` (a router's name), `rank`, and
 `model`, the name that is served. If a router reports of a rank, `role`, `worker` and `rank` are that rank's.
 A router serves its metrics at `/metrics` of its HTTP port, too, behind API keys if there are any, but not to
-a tenant's key. No request, conversation, tenant or error text is ever a label.
+a tenant's key. No request, conversation or error text is ever a label, and a tenant is one only where
+`--tenants` names it.
 
 With engine sglang a rank's page also has SGLang's own metrics (`sglang:...`), and
 `isthmus_sglang_metrics_up`, 0 if SGLang could not be asked. `gen_ai_server_...` follow OpenTelemetry's
@@ -111,6 +113,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         WatchMetrics(made["router"])
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
+        made["router"].register(TenantCollector({}))
         metrics: dict[Role, RequestMetrics] = {
             Role.PREFILL: PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine())),
             Role.DECODE: DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine())),

@@ -116,7 +116,7 @@ def _caller(words: list[str], where: str) -> Caller:
     return Caller(tenant, is_operator=bool(others))
 
 
-_Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int]
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
@@ -127,7 +127,7 @@ class ApiKeys:
     def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
         self.refusals = refusals or KeyRefusals()
         self._path = path
-        self._stamp: _Stamp | None = _stamp(path)  # With None the file is read again.
+        self._stamp: Stamp | None = stamp_of(path)  # With None the file is read again.
         self._callers = _read(path)  # The keys are digests.
         self._problem = ""  # This says why no key is valid.
 
@@ -150,7 +150,7 @@ class ApiKeys:
             return False
 
     def _follow(self) -> None:
-        stamp = _stamp(self._path)
+        stamp = stamp_of(self._path)
         if stamp is not None and stamp == self._stamp:
             return
         try:
@@ -167,7 +167,8 @@ class ApiKeys:
         self._problem = problem
 
 
-def _stamp(path: Path) -> _Stamp | None:
+def stamp_of(path: Path) -> Stamp | None:
+    """Return what differs after the file was replaced, or None where there is none."""
     try:
         status = os.stat(path)
     except OSError:

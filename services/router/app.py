@@ -55,6 +55,7 @@ from services.router.ranks.balance import Balance
 from services.router.request.generation import Generator
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.router_config import RouterConfig
+from services.router.tenants import TenantCollector, Tenants
 from services.router.text.answer_ends import EndOfSequence
 from services.router.text.prompt import most_message_bytes
 from services.router.text.tokenizer import Tokenizer
@@ -138,6 +139,10 @@ async def open_router(
         stack.push_async_callback(cluster.close)
         checks = SuspectChecks(mirror, tls, cluster.dead)
         await stack.enter_async_context(_background(checks.run(), failed))
+        tenants = None
+        if config.tenants is not None:
+            tenants = Tenants(config.tenants, lambda: mirror.place_among_routers()[1])
+            registry.register(prometheus.OnLoop(TenantCollector(tenants.accounts)))
         generator = Generator(
             config.served_name,
             tokenizer,
@@ -151,6 +156,7 @@ async def open_router(
             grammars=Grammars(Path(config.model), tokenizer.vocab_size),
             parsers=parsers,
             keeps_strict=config.strict_tools == "keep",
+            tenants=tenants,
         )
         watch = Watch(
             config.served_name,

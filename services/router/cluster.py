@@ -229,11 +229,11 @@ class Cluster:
             longest_tokens=self._max_context_tokens,
         )
 
-    async def hash(self, ids: "array[int]", tenant: str, more_tokens: int | None = None) -> HashedPrompt:
+    async def hash(self, ids: "array[int]", salt: str, more_tokens: int | None = None) -> HashedPrompt:
         """Hash a prompt, off the loop where it is long. At most `more_tokens` are to be generated."""
         if len(ids) < _LONG_PROMPT:
-            return self._hash(ids, tenant, more_tokens)
-        return await asyncio.to_thread(self._hash, ids, tenant, more_tokens)
+            return self._hash(ids, salt, more_tokens)
+        return await asyncio.to_thread(self._hash, ids, salt, more_tokens)
 
     def check_room(self, max_wait_s: float, answers: int = 1) -> None:
         """Raise NoCapacity if this many answers would wait longer than `max_wait_s` on every rank."""
@@ -328,8 +328,8 @@ class Cluster:
         view = self._mirror.ranks.get(incarnation.key)
         return view if view is not None and view.registration.id == incarnation else None
 
-    def _hash(self, ids: "array[int]", tenant: str, more_tokens: int | None) -> HashedPrompt:
-        seed, index_block = scope_seed(self._settings.model_name, tenant), self._settings.placer.index_block
+    def _hash(self, ids: "array[int]", salt: str, more_tokens: int | None) -> HashedPrompt:
+        seed, index_block = scope_seed(self._settings.model_name, salt), self._settings.placer.index_block
         hashes = tuple(sequence_hashes(ids, index_block, seed))
         return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
 

@@ -229,6 +229,12 @@ class RouterConfig(ClusterConfig):
         "again when it changes",
     )
 
+    tenants: Path | None = setting(
+        None,
+        "JSON file of tenants: weight, limits, highest priority and cache salt of each; read again when it "
+        "changes",
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         check_port("--port", self.port)

@@ -65,6 +65,10 @@ class NoCapacity(IsthmusError):
         self.retry_after_s = retry_after_s
 
 
+class OverLimit(NoCapacity):
+    """The tenant has reached one of its own limits; try later, after `retry_after_s`."""
+
+
 class PeerFailed(IsthmusError):
     """A rank that we needed failed or disappeared; retry with another one."""
 

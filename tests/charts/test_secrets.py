@@ -65,3 +65,15 @@ def test_api_keys_come_from_a_secret_to_those_that_need_them():
         assert secrets == ({"llm-keys"} if is_needed else set())
         assert mounts.get("api-keys") == ("/etc/isthmus/api-keys" if is_needed else None)
     assert rendered("least").config("router").api_key_file is None
+
+
+def test_tenants_come_from_a_secret_to_routers_alone():
+    objects = render(merged(LEAST, {"router": {"tenantsSecret": "llm-tenants"}}))
+    assert str(objects.config("router").tenants) == "/etc/isthmus/tenants/tenants.json"
+    for component in ("router", "prefill", "decode"):
+        mounts = {m["name"]: m["mountPath"] for m in objects.container(component)["volumeMounts"]}
+        secrets = {v["secret"]["secretName"] for v in objects.pods()[component]["volumes"] if "secret" in v}
+        is_needed = component == "router"
+        assert secrets == ({"llm-tenants"} if is_needed else set())
+        assert mounts.get("tenants") == ("/etc/isthmus/tenants" if is_needed else None)
+    assert rendered("least").config("router").tenants is None

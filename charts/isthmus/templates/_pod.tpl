@@ -144,6 +144,9 @@ livenessProbe:
 {{- if .values.apiKeysSecret }}
 - {name: api-keys, mountPath: /etc/isthmus/api-keys, readOnly: true}
 {{- end }}
+{{- if .values.tenantsSecret }}
+- {name: tenants, mountPath: /etc/isthmus/tenants, readOnly: true}
+{{- end }}
 {{- if dig "tiers" "file" "size" "" .values }}
 - {name: tier, mountPath: /var/lib/isthmus/tier}
 {{- end }}
@@ -186,6 +189,10 @@ livenessProbe:
 {{- end }}
 {{- with .values.apiKeysSecret }}
 - name: api-keys
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with .values.tenantsSecret }}
+- name: tenants
   secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- include "isthmus.tierVolume" .values }}

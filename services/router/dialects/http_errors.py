@@ -17,6 +17,7 @@ from services.values.errors import (
     IsthmusError,
     NoCapacity,
     NotFound,
+    OverLimit,
     PeerFailed,
     StaleGeneration,
     Unauthenticated,
@@ -80,6 +81,7 @@ _TYPES: Mapping[int, str] = {
 _CODES: Mapping[type[Exception], str] = {
     ContextExceeded: "context_length_exceeded",
     Unauthenticated: "invalid_api_key",
+    OverLimit: "rate_limit_exceeded",
 }
 RESPONSES_PROMPT = "input"
 

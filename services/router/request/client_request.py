@@ -141,6 +141,7 @@ class ClientRequest:
     sampling: SamplingParams
     conversation_id: str = ""
     tenant: str = ""
+    cache_salt: str | None = None  # None stands for the tenant's name.
     priority: int = 0
     runs_few: bool = False  # Its tenant ran few requests beside many of others when it arrived.
     operation: str = "text_completion"  # This may also be "chat".
@@ -153,6 +154,10 @@ class ClientRequest:
     deadline: float = inf  # This is on the router's clock.
     prompt: PackedIds = _NO_IDS
     past: PastAnswers | None = None  # Only a chat has these.
+
+    @property
+    def salt(self) -> str:
+        return self.tenant if self.cache_salt is None else self.cache_salt
 
     @property
     def answer_name(self) -> str:

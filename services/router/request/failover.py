@@ -172,7 +172,7 @@ class FailoverStream:
         output_ids, most = self._progress.output_ids, self._request.sampling.max_tokens
         ids = self._prompt_ids + array("I", output_ids) if output_ids else self._prompt_ids
         more_tokens = None if most is None else most - len(output_ids)
-        prompt = await self._cluster.hash(ids, self._request.tenant, more_tokens)
+        prompt = await self._cluster.hash(ids, self._request.salt, more_tokens)
         self._progress.routed(self._clock() - began)
         return prompt
 
@@ -246,7 +246,7 @@ class FailoverStream:
             request_id=request.answer_name,
             output_ids_so_far=self._progress.output_ids,
             sampling=convert_request.sampling_to_proto(self._sampling),
-            cache_salt=request.tenant,
+            cache_salt=request.salt,
             priority=request.priority,
             plan=convert.plan_to_proto(placed.plan),
             prefill=None if prefill is None else convert.address_to_proto(prefill),

@@ -32,6 +32,7 @@ from services.router.request.progress import Progress
 from services.router.request.router_metrics import RouterMetrics
 from services.router.request.several_answers import answers_to, counts_of
 from services.router.request.story import attributes_of, log_request
+from services.router.tenants import OTHERS, Account, Tenant, Tenants
 from services.router.text.answer_ends import banned_ids
 from services.router.text.chat_memory import AnswerMemory, ConversationMemory
 from services.router.text.chat_turns import ToolSpellings
@@ -43,6 +44,7 @@ from services.values.errors import (
     InvalidRequest,
     IsthmusError,
     NotFound,
+    OverLimit,
 )
 from services.values.rank import Role
 from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id, reusable_of, scored_of
@@ -56,6 +58,7 @@ _REMEMBERED_ANSWERS_BYTES = 256 << 20
 _REMEMBERED_TOOLS_BYTES = 16 << 20
 _LAST_WORDS_S = 1.0
 _MOST_CONTEXTS = 16  # A prompt that is only counted may be this many contexts long.
+_UNLIMITED = Tenant(OTHERS)
 _DEADLINE_LEAD_S = 0.1  # gRPC, or the client, may end a call by its deadline this much before our clock does.
 
 
@@ -86,6 +89,7 @@ class Generator:
         parsers: ParserChoice | None = None,
         keeps_strict: bool = True,
         keep_thinking: bool = False,
+        tenants: Tenants | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -99,6 +103,7 @@ class Generator:
         self._request_timeout_s = request_timeout_s
         self._max_priority = max_priority
         self._keep_thinking = keep_thinking
+        self._limited = tenants
         self._clock = clock
         self._context = AnswerContext(
             cluster,
@@ -159,7 +164,7 @@ class Generator:
         checked = await self._check(request)
         checked = await self._encoded(checked, await self._encoder().encode(request, past), past)
         ids, sampling = checked.prompt.ids, checked.sampling
-        prompt = await self._cluster.hash(ids, checked.tenant, sampling.max_tokens)
+        prompt = await self._cluster.hash(ids, checked.salt, sampling.max_tokens)
         prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=checked.answers)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
@@ -213,6 +218,7 @@ class Generator:
 
         Raises:
             InvalidRequest, NotFound, AlreadyRunning: the request is refused.
+            OverLimit: its tenant has reached one of its limits.
             NoCapacity: no rank can hold it, or it would wait too long for its turn.
             Unavailable: no rank can take it.
             DeadlineExceeded: the timeout has passed. It is not raised while the caller sends a response, so
@@ -224,24 +230,27 @@ class Generator:
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
                 span.set_attributes(story.request_attributes(request, self._model_name))
-            checked = await self._admit(request, timeout_s, deadline)
-            with self._track(checked, span) as progress:
-                past = self._past(request)
-                encoder = self._encoder()
-                prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
-                checked = await self._encoded(checked, prompt, past)
-                scored_of(checked.sampling, len(prompt.ids))
-                progress.encoded(checked, self._clock())
-                self._metrics.past_answers(progress.past_answers)
-                answers = answers_to(self._context, progress)
-                async with aclosing(answers):
-                    response = await answers.next_response()
-                    if report_prompt is not None:
-                        report_prompt(prompt)
-                    unfinished = checked.answered
-                    while unfinished := unfinished - response.HasField("finish"):
-                        yield response
+            with self._entered(request.tenant) as account:
+                checked = await self._admit(request, timeout_s, deadline)
+                with self._track(checked, span, account) as progress:
+                    past = self._past(request)
+                    encoder = self._encoder()
+                    prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
+                    if account is not None:
+                        account.take_prompt(len(prompt.ids))
+                    checked = await self._encoded(checked, prompt, past)
+                    scored_of(checked.sampling, len(prompt.ids))
+                    progress.encoded(checked, self._clock())
+                    self._metrics.past_answers(progress.past_answers)
+                    answers = answers_to(self._context, progress)
+                    async with aclosing(answers):
                         response = await answers.next_response()
+                        if report_prompt is not None:
+                            report_prompt(prompt)
+                        unfinished = checked.answered
+                        while unfinished := unfinished - response.HasField("finish"):
+                            yield response
+                            response = await answers.next_response()
         # A client that leaves after its last response has not cancelled anything.
         yield response
 
@@ -283,6 +292,23 @@ class Generator:
 
     # -- the door ---------------------------------------------------------------------------------
 
+    @contextmanager
+    def _entered(self, tenant: str) -> Iterator[Account | None]:
+        """Count a request of the tenant as running, if tenants have limits. Raises OverLimit."""
+        if self._limited is None:
+            yield None
+            return
+        account = self._limited.account(tenant)
+        try:
+            account.enter()
+        except OverLimit as error:
+            self._metrics.rejected(error)
+            raise
+        try:
+            yield account
+        finally:
+            account.leave()
+
     async def _admit(
         self, request: generation_pb2.GenerateRequest, timeout_s: float, deadline: float
     ) -> ClientRequest:
@@ -317,11 +343,7 @@ class Generator:
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
                 raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
-        if request.priority > self._max_priority:
-            raise InvalidRequest(
-                f"priority must be at most {self._max_priority} on this server (--max-priority), got "
-                f"{request.priority}"
-            )
+        tenant = self._tenant_of(request)
         answers, answered = counts_of(request)
         if request.WhichOneof("prompt") == "chat":
             self._spellings.restore(request.tenant, request.chat)
@@ -337,6 +359,7 @@ class Generator:
             sampling=convert_request.sampling_from_proto(sampling, **instead),
             conversation_id=request.conversation_id,
             tenant=request.tenant,
+            cache_salt=tenant.cache_salt,
             priority=request.priority,
             runs_few=self._runs_few(request.tenant),
             operation=story.operation_of(request),
@@ -347,6 +370,17 @@ class Generator:
             tells_logprobs=tells_logprobs,
             deadline=deadline,
         )
+
+    def _tenant_of(self, request: generation_pb2.GenerateRequest) -> Tenant:
+        """Return what is known of the request's tenant. Raises InvalidRequest where it may not have that
+        priority."""
+        tenant = _UNLIMITED if self._limited is None else self._limited.account(request.tenant).tenant
+        most, why = self._max_priority, "on this server (--max-priority)"
+        if tenant.max_priority is not None:
+            most, why = tenant.max_priority, "for this tenant (--tenants)"
+        if request.priority > most:
+            raise InvalidRequest(f"priority must be at most {most} {why}, got {request.priority}")
+        return tenant
 
     async def _encoded(
         self, checked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
@@ -388,8 +422,10 @@ class Generator:
         return PastAnswers(self._answers, request.tenant, self._model_name, request.chat)
 
     @contextmanager
-    def _track(self, checked: ClientRequest, span: Span) -> Iterator[Progress]:
-        progress = Progress(checked, self._clock(), span)
+    def _track(
+        self, checked: ClientRequest, span: Span, account: Account | None = None
+    ) -> Iterator[Progress]:
+        progress = Progress(checked, self._clock(), span, account=account)
         self._running[checked.tenant, checked.request_id] = progress
         self._tenants[checked.tenant] += 1
         outcome = "finished"

@@ -23,6 +23,7 @@ from services.router.cluster import HashedPrompt, Placed
 from services.router.connections.output_stream import OutputStream
 from services.router.request.client_request import ClientRequest
 from services.router.request.stages import Stages, stages_of
+from services.router.tenants import Account
 from services.values.rank import RankId
 from services.values.request import Admitted, FinishReason, Output
 from services.wire.isthmus.v1 import generation_pb2
@@ -123,6 +124,7 @@ class Progress:
     turns: PromptTurns | None = None  # This is None where there is one answer.
     others: list["Progress"] = field(default_factory=list)  # These are the request's other answers, by index.
     prompt_is_told: bool = False  # The client has the prompt's log-probabilities.
+    account: Account | None = None  # It is the tenant's, where tenants have limits.
 
     # -- what it tells ----------------------------------------------------------------------------
 
@@ -174,6 +176,7 @@ class Progress:
                 tokenize_s=self.tokenize_s,
                 aborted=self.aborted,
                 turns=self.turns,
+                account=self.account,
             )
             for index in range(1, self.request.answers)
         ]

@@ -217,6 +217,9 @@ class ResponseStream:
         if len(progress.served) == 1:
             self._metrics.admitted(progress.placed, admitted, is_further=self._request.index > 0)
         self._metrics.transferred(progress.placed, admitted)
+        if progress.account is not None:
+            is_first = len(progress.served) == 1 and self._request.index == 0
+            progress.account.admitted(admitted, is_further=not is_first)
         self._context.cluster.admitted(self._request.answer_key, progress.placed, admitted)
 
     def _note_tokens(self, token_ids: Sequence[int]) -> None:
@@ -226,6 +229,8 @@ class ResponseStream:
         elif self._request.index == 0:  # The client waits for this one.
             self._metrics.first_token(self._progress)
         self._metrics.generated(len(token_ids))
+        if self._progress.account is not None:
+            self._progress.account.generated(len(token_ids))
 
     def _respond(self, output: Output) -> generation_pb2.GenerateResponse:
         progress = self._progress

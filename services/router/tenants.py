@@ -1,0 +1,251 @@
+"""A router's tenants are in a file: their limits, and their usage here.
+
+    {
+      "acme": {"weight": 4, "requests_per_minute": 600, "output_tokens_per_minute": 200000},
+      "labs": {"concurrent_requests": 8, "max_priority": 1, "cache_salt": "shared"},
+      "*":    {"requests_per_minute": 60}
+    }
+
+`*` stands for all tenants that the file does not name, together: one that chooses a new name gets no more.
+What is left out is not limited, and the salt of the caches is then the tenant's name. Every router enforces
+an equal share of the rates and of the concurrent requests.
+
+The file is read again when it changes. While it cannot be read the router keeps what it read last.
+"""
+
+import json
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.observe import log_lines
+from services.router.api_keys import stamp_of
+from services.router.quotas import LIMITS, Limits, Quota, Refusal
+from services.values.errors import ConfigError, OverLimit
+from services.values.request import MAX_ID_CHARS, Admitted, is_id
+
+log = logging.getLogger(__name__)
+
+OTHERS = "*"
+OTHERS_LABEL = "other"
+_LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 1000.0
+_MOST_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    name: str
+    weight: float = 1.0
+    limits: Limits = field(default_factory=Limits)
+    max_priority: int | None = None  # None stands for --max-priority.
+    cache_salt: str | None = None  # None stands for the tenant's name.
+
+    @property
+    def label(self) -> str:
+        return OTHERS_LABEL if self.name == OTHERS else self.name
+
+
+def read_tenants(text: str) -> Mapping[str, Tenant]:
+    """Return the tenants by name, always with OTHERS. Raises ConfigError, which names the member."""
+    try:
+        read = json.loads(text, object_pairs_hook=_without_repetitions)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"must be JSON: {error}") from error
+    if not isinstance(read, dict):
+        raise ConfigError("must be an object with a member for each tenant")
+    return {OTHERS: Tenant(OTHERS)} | {name: _tenant(name, about) for name, about in read.items()}
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = Counter(name for name, _ in pairs)
+    if repeated := [name for name, number in names.items() if number > 1]:
+        raise ConfigError(f"{repeated[0]!r} is there twice")
+    return dict(pairs)
+
+
+def _tenant(name: str, about: object) -> Tenant:
+    if not (name and is_id(name)) or name == OTHERS_LABEL:
+        raise ConfigError(
+            f"{name!r}: a tenant's name has 1 to {MAX_ID_CHARS} printable characters, "
+            f"and is not {OTHERS_LABEL!r}"
+        )
+    if not isinstance(about, dict):
+        raise ConfigError(f"{name}: must be an object")
+    known = ("weight", *LIMITS, "max_priority", "cache_salt")
+    if unknown := about.keys() - known:
+        raise ConfigError(f"{name}.{min(unknown)}: is not known; {', '.join(known)} are")
+    salt = about.get("cache_salt")
+    if salt is not None and (name == OTHERS or not isinstance(salt, str) or not is_id(salt)):
+        raise ConfigError(
+            f"{name}.cache_salt: must be a string of at most {MAX_ID_CHARS} printable characters, "
+            f"and {OTHERS} has none"
+        )
+    limits = {limit: _number(name, about, limit, 1, math.inf, int) for limit in LIMITS if limit in about}
+    return Tenant(
+        name,
+        float(_number(name, about, "weight", _LEAST_WEIGHT, _MOST_WEIGHT, int | float, 1.0)),
+        Limits(**limits),
+        _number(name, about, "max_priority", 0, _MOST_PRIORITY, int, None),
+        salt,
+    )
+
+
+def _number(
+    name: str,
+    about: Mapping[str, Any],
+    member: str,
+    low: float,
+    high: float,
+    kind: Any,
+    default: float | None = None,
+) -> Any:
+    value = about.get(member, default)
+    if value is default:
+        return default
+    if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+        of = "an integer" if kind is int else "a number"
+        bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ConfigError(f"{name}.{member}: must be {of} {bounds}, got {value!r}")
+    return value
+
+
+class Account:
+    """An Account has a tenant's quota, and its usage since the router's start."""
+
+    def __init__(self, tenant: Tenant, clock: Callable[[], float], share: Callable[[], float]) -> None:
+        self.tenant = tenant
+        self.quota = Quota(tenant.limits)
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.computed_tokens = 0
+        self.reused_tokens = 0
+        self.output_tokens = 0
+        self.kv_bytes_moved = 0
+        self.refused = Counter[str](dict.fromkeys(LIMITS, 0))
+        self._clock = clock
+        self._share = share
+
+    def enter(self) -> None:
+        """Count a request that begins. Raises OverLimit."""
+        self._check(self.quota.enter(self._clock(), self._share()))
+        self.requests += 1
+
+    def leave(self) -> None:
+        self.quota.leave()
+
+    def take_prompt(self, tokens: int) -> None:
+        """Raises OverLimit."""
+        self._check(self.quota.take_prompt(tokens, self._clock(), self._share()))
+
+    def generated(self, tokens: int) -> None:
+        self.output_tokens += tokens
+        self.quota.take_output(tokens, self._clock(), self._share())
+
+    def admitted(self, admitted: Admitted, *, is_further: bool) -> None:
+        """Count a placement. Of a further one, or a further answer, only what its rank computed is new."""
+        computed = admitted.computed_tokens
+        self.prompt_tokens += computed if is_further else admitted.prompt_tokens
+        self.reused_tokens += 0 if is_further else admitted.reused_tokens
+        self.computed_tokens += computed
+        pulled_bytes = admitted.pulled.bytes if admitted.pulled is not None else 0
+        self.kv_bytes_moved += admitted.kv_bytes_moved + pulled_bytes
+
+    def _check(self, refusal: Refusal | None) -> None:
+        if refusal is None:
+            return
+        self.refused[refusal.limit] += 1
+        whole, wait_s = getattr(self.tenant.limits, refusal.limit), max(1.0, refusal.retry_after_s)
+        share = "" if refusal.allowed == whole else f", of which this router has {refusal.allowed:g}"
+        whose = (
+            "tenants without limits of their own are"
+            if self.tenant.name == OTHERS
+            else (f"tenant {self.tenant.name!r} is")
+        )
+        raise OverLimit(
+            f"{whose} over {refusal.limit}: {whole:g} allowed{share}; try again in {wait_s:.0f} s", wait_s
+        )
+
+
+class Tenants:
+    """The constructor raises ConfigError where the file cannot be read. `num_routers` returns the number of
+    routers that serve the model."""
+
+    def __init__(
+        self,
+        path: Path,
+        num_routers: Callable[[], int] = lambda: 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._clock = clock
+        self._num_routers = num_routers
+        self._stamp = stamp_of(path)
+        self._tenants = _read(path)
+        self._problem = ""
+        # An account stays when the file does not name its tenant any more, so its usage is not lost.
+        self.accounts: dict[str, Account] = {}
+        self._open_accounts()
+
+    def account(self, name: str) -> Account:
+        self._follow()
+        return self.accounts[name if name in self._tenants else OTHERS]
+
+    def _share(self) -> float:
+        return 1 / self._num_routers()
+
+    def _open_accounts(self) -> None:
+        for name, tenant in self._tenants.items():
+            if name not in self.accounts:
+                self.accounts[name] = Account(tenant, self._clock, self._share)
+            account = self.accounts[name]
+            account.tenant, account.quota.limits = tenant, tenant.limits
+
+    def _follow(self) -> None:
+        stamp = stamp_of(self._path)
+        if stamp == self._stamp:
+            return
+        try:
+            self._tenants = _read(self._path)
+        except ConfigError as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log_lines.event(log, "tenants_unreadable", level=logging.ERROR, error=self._problem)
+            return
+        self._stamp, self._problem = stamp, ""
+        self._open_accounts()
+        log_lines.event(log, "tenants_read", tenants=len(self._tenants) - 1)
+
+
+def _read(path: Path) -> Mapping[str, Tenant]:
+    try:
+        return read_tenants(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tenants: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"--tenants: {path}: {error}") from error
+
+
+class TenantCollector(Collector):
+    """Its series are bounded: a tenant that the file does not name is a part of OTHERS_LABEL."""
+
+    def __init__(self, accounts: Mapping[str, Account]) -> None:
+        self._accounts = accounts
+
+    def collect(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily(
+            "isthmus_tenant_refused",
+            "Requests refused because their tenant had reached the limit.",
+            labels=("tenant", "limit"),
+        )
+        for account in self._accounts.values():
+            for limit, number in account.refused.items():
+                refused.add_metric((account.tenant.label, limit), number)
+        yield refused

@@ -1,0 +1,183 @@
+"""The file of tenants, and what it lets them do."""
+
+import json
+import os
+from unittest.mock import MagicMock
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from router.http.backend import FakeBackend, chat
+from router.request.test_generation import LosingCluster
+from services.router.connections.rank_connections import DecodeRankLost
+from services.router.quotas import Limits
+from services.router.request.generation import Generator
+from services.router.tenants import OTHERS, Tenant, TenantCollector, Tenants, read_tenants
+from services.values.errors import ConfigError, InvalidRequest, OverLimit
+from services.wire.isthmus.v1 import generation_pb2
+
+
+def test_what_a_file_says_of_tenants(subtests):
+    with subtests.test("all of it"):
+        limits = {"requests_per_minute": 6, "prompt_tokens_per_minute": 7, "output_tokens_per_minute": 8}
+        acme = {"weight": 0.5, **limits, "concurrent_requests": 9, "max_priority": 2, "cache_salt": ""}
+        assert read_tenants(json.dumps({"acme": acme, "labs": {}})) == {
+            OTHERS: Tenant(OTHERS),
+            "acme": Tenant("acme", 0.5, Limits(6, 7, 8, 9), max_priority=2, cache_salt=""),
+            "labs": Tenant("labs"),
+        }
+        assert read_tenants('{"*": {"weight": 2}}') == {OTHERS: Tenant(OTHERS, 2.0)}
+    for text, problem in [
+        ("{", "must be JSON"),
+        ("[]", "must be an object with a member"),
+        ('{"a": {}, "a": {}}', "'a' is there twice"),
+        ('{"a": {"weight": 1, "weight": 2}}', "'weight' is there twice"),
+        ('{"a": 1}', "a: must be an object"),
+        ('{"": {}}', "a tenant's name has"),
+        ('{"other": {}}', "a tenant's name has"),
+        ('{"a": {"wieght": 1}}', "a.wieght: is not known; weight, requests_per_minute"),
+        ('{"a": {"weight": 0}}', "a.weight: must be a number from 0.01 to 1000, got 0"),
+        ('{"a": {"weight": true}}', "a.weight: must be a number"),
+        ('{"a": {"weight": NaN}}', "a.weight: must be a number"),
+        ('{"a": {"requests_per_minute": 0}}', "a.requests_per_minute: must be an integer of at least 1"),
+        ('{"a": {"concurrent_requests": 1.5}}', "a.concurrent_requests: must be an integer"),
+        ('{"a": {"max_priority": -1}}', "a.max_priority: must be an integer"),
+        ('{"a": {"cache_salt": 1}}', "a.cache_salt: must be a string"),
+        ('{"*": {"cache_salt": "s"}}', "has none"),
+    ]:
+        with subtests.test(text=text):
+            with pytest.raises(ConfigError) as refused:
+                read_tenants(text)
+            assert problem in str(refused.value)
+
+
+def written(path, **tenants):
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(tenants))
+    os.replace(new, path)
+    return path
+
+
+def test_the_file_is_read_again_and_a_spoilt_one_changes_nothing(tmp_path, caplog):
+    with pytest.raises(ConfigError, match=r"--tenants: .*No such file"):
+        Tenants(tmp_path / "nowhere")
+    path, now = written(tmp_path / "tenants", acme={"requests_per_minute": 1}), [0.0]
+    tenants = Tenants(path, clock=lambda: now[0])
+    tenants.account("acme").enter()
+    with pytest.raises(OverLimit, match="'acme' is over requests_per_minute: 1 allowed; try again in 60 s"):
+        tenants.account("acme").enter()
+    written(path, acme={"requests_per_minute": 2}, labs={})
+    tenants.account("acme").enter()  # What was taken under the old limit still counts.
+    with pytest.raises(OverLimit, match="2 allowed; try again in 30 s"):
+        tenants.account("acme").enter()
+    path.write_text("{")
+    assert tenants.account("labs").tenant.name == "labs" and tenants.account("labs").tenant.name == "labs"
+    assert sum("tenants_unreadable" in record.message for record in caplog.records) == 1
+    written(path, labs={})
+    assert tenants.account("acme").tenant.name == OTHERS
+    assert (tenants.accounts["acme"].requests, tenants.account("acme").requests) == (2, 0)
+
+
+def test_tenants_without_a_name_in_the_file_share_a_limit_and_a_series(tmp_path):
+    path = written(tmp_path / "tenants", **{"acme": {}, "*": {"concurrent_requests": 2}})
+    tenants, registry = Tenants(path, num_routers=lambda: 2), CollectorRegistry()
+    registry.register(TenantCollector(tenants.accounts))
+    tenants.account("one").enter()
+    with pytest.raises(OverLimit, match="2 allowed, of which this router has 1") as refused:
+        tenants.account("two").enter()
+    assert refused.value.retry_after_s == 1.0
+    tenants.account("one").leave()
+    tenants.account("two").enter()
+    page = generate_latest(registry).decode()
+    assert 'isthmus_tenant_refused_total{limit="concurrent_requests",tenant="other"} 1.0' in page
+    assert 'isthmus_tenant_refused_total{limit="requests_per_minute",tenant="acme"} 0.0' in page
+    assert "two" not in page
+
+
+@pytest.fixture
+def served(tmp_path, character_tokenizer):
+    """Make a generator, and the cluster that it would use."""
+
+    def make(**tenants):
+        cluster, path = LosingCluster(1, moves_penalties=False), written(tmp_path / "tenants", **tenants)
+        limits = {"max_attempts": 1, "max_wait_s": 1.0, "request_timeout_s": 60.0}
+        generator = Generator("m", character_tokenizer, cluster, MagicMock(), **limits, tenants=Tenants(path))
+        return generator, cluster
+
+    return make
+
+
+async def ask(generator, **fields):
+    """Return once a rank has failed the request, or raise why it was refused."""
+    request = generation_pb2.GenerateRequest(**({"text": "abc", "tenant": "acme"} | fields))
+    with pytest.raises(DecodeRankLost):
+        async for _ in generator.generate(request):
+            pass
+
+
+async def test_over_its_limit_a_tenants_request_reaches_no_rank(served, subtests):
+    for limit, others in [
+        ({"requests_per_minute": 1}, {}),
+        ({"prompt_tokens_per_minute": 3}, {}),
+        ({"output_tokens_per_minute": 1}, {}),
+    ]:
+        with subtests.test(limit=limit):
+            generator, cluster = served(acme=limit, **others)
+            await ask(generator)
+            assert len(cluster.excluded) == 1
+            with pytest.raises(OverLimit, match=next(iter(limit))) as refused:
+                await ask(generator)
+            assert refused.value.retry_after_s >= 1 and len(cluster.excluded) == 1
+            generator._metrics.rejected.assert_called_once_with(refused.value)
+            await ask(generator, tenant="labs")
+            assert generator._limited.account("acme").quota.running == 0
+    with subtests.test("concurrent requests, until the one that runs has ended however it does"):
+        generator, _ = served(acme={"concurrent_requests": 1})
+        running = generator.generate(generation_pb2.GenerateRequest(text="abc", tenant="acme"))
+        await anext(running)
+        with pytest.raises(OverLimit, match="concurrent_requests"):
+            await ask(generator)
+        await running.aclose()
+        with pytest.raises(InvalidRequest):
+            await ask(generator, priority=1)
+        await ask(generator)
+    with subtests.test("a prompt that came while others took theirs"):
+        generator, cluster = served(acme={"prompt_tokens_per_minute": 3})
+        account = generator._limited.account("acme")
+        encode = generator._encoder
+
+        def encoder(*args):
+            account.quota.take_prompt(3, account._clock())
+            return encode(*args)
+
+        generator._encoder = encoder
+        with pytest.raises(OverLimit, match="prompt_tokens_per_minute"):
+            await ask(generator)
+        assert not cluster.excluded
+
+
+async def test_a_tenant_has_its_own_priority_and_salt(served, subtests):
+    with subtests.test("priority"):
+        generator, _ = served(acme={"max_priority": 2})
+        await ask(generator, priority=2)
+        with pytest.raises(InvalidRequest, match=r"at most 2 for this tenant \(--tenants\), got 3"):
+            await ask(generator, priority=3)
+        with pytest.raises(InvalidRequest, match="at most 0 on this server"):
+            await ask(generator, tenant="labs", priority=1)
+    with subtests.test("salt"):
+        generator, cluster = served(acme={"cache_salt": "shared"})
+        hashed, sent = [], []
+        hash_it, start = cluster.hash, cluster._start
+        cluster.hash = lambda ids, salt, more: hashed.append(salt) or hash_it(ids, salt, more)
+        cluster._start = lambda message, prompt: sent.append(message.cache_salt) or start(message, prompt)
+        await ask(generator)
+        await ask(generator, tenant="labs")
+        assert hashed == sent == ["shared", "labs"]
+
+
+async def test_http_says_which_limit_and_when_to_come_again():
+    answer = await chat(FakeBackend(OverLimit("tenant 'acme' is over requests_per_minute", 12.5)))
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "13")
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "requests_per_minute" in error["message"]
