@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from services.observe import traces
-from services.router.dialects.json_body import Body, InvalidParameter
+from services.router.dialects.json_body import INT32_MAX, Body, InvalidParameter, check_integer
 from services.values.request import MAX_ID_CHARS, is_id
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
 
@@ -50,6 +50,7 @@ class Answer(Protocol):
 
 REQUEST_ID = "x-request-id"
 TENANT = "x-isthmus-tenant"
+PRIORITY = "x-isthmus-priority"
 # Agents send the session of a request in these headers, which are tried in this order; docs/clients.md says
 # which agent sends which.
 SESSION_HEADERS = (
@@ -94,7 +95,7 @@ class Call:
 def read_addressee(
     body: Body, headers: Mapping[str, str], request: GenerateRequest, conversation: str = ""
 ) -> None:
-    """Set the model, the request id, the tenant and the conversation of the request.
+    """Set the model, the request id, the tenant, the priority and the conversation of the request.
 
     `conversation` is the conversation's name in a parameter of one API alone, and may be any text. Raises
     InvalidParameter.
@@ -102,8 +103,18 @@ def read_addressee(
     request.model = body.text("model")
     request.request_id = headers.get(REQUEST_ID, "")
     request.tenant = _read_tenant(body.text("cache_salt"), headers.get(TENANT, ""))
+    request.priority = _read_priority(headers)
     given = headers.get("x-isthmus-conversation") or body.text("conversation_id")
     request.conversation_id = given or _as_id(conversation or _session_of(headers))
+
+
+def _read_priority(headers: Mapping[str, str]) -> int:
+    """Return the priority. It is a header because bodies disagree: vLLM prefers a smaller number."""
+    value = headers.get(PRIORITY, "0")
+    try:
+        return check_integer(int(value), PRIORITY, -INT32_MAX, INT32_MAX)
+    except ValueError:
+        raise InvalidParameter(PRIORITY, f"must be an integer, got {value!r}") from None
 
 
 def traceparent_of(headers: Mapping[str, str]) -> str:

@@ -183,5 +183,6 @@ INSTEAD: Mapping[str, str] = {
     "extra_key": "use cache_salt",
     "prompt": "use messages, or /v1/completions",
     "messages": "use /v1/chat/completions",
+    "priority": "use the header x-isthmus-priority, where the larger number goes first",
     "t_max_predict_ms": "use the header x-isthmus-timeout-s",
 }

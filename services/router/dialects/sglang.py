@@ -14,7 +14,7 @@ from services.router.dialects.body_params import (
     read_n,
 )
 from services.router.dialects.choice_formats import finite
-from services.router.dialects.dialect import Call, Event, Json, read_addressee, traceparent_of
+from services.router.dialects.dialect import PRIORITY, Call, Event, Json, read_addressee, traceparent_of
 from services.router.dialects.http_errors import error_json
 from services.router.dialects.json_body import (
     INT32_MAX,
@@ -135,7 +135,11 @@ _SAMPLING_REFUSED: Refused = {
     "max_completion_tokens": (),
 }
 _SAMPLING_INSTEAD = dict.fromkeys(("max_tokens", "max_completion_tokens"), "use max_new_tokens")
-_INSTEAD = {"extra_key": "use cache_salt", "session_params": "use conversation_id"}
+_INSTEAD = {
+    "extra_key": "use cache_salt",
+    "session_params": "use conversation_id",
+    "priority": f"use the header {PRIORITY}",
+}
 _DEFAULT_MAX_TOKENS = 128  # This default is SGLang's.
 _MOST_LOGPROBS = 1024  # This limits each list in events before an answer's last.
 

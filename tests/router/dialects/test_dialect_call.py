@@ -40,3 +40,8 @@ def test_who_asks_whom() -> None:
     assert request == GenerateRequest(request_id="r", model="m", tenant="t")
     with pytest.raises(InvalidParameter, match="cache_salt differs"):
         read_addressee(Body({"cache_salt": "t"}), {"x-isthmus-tenant": "u"}, request)
+    read_addressee(Body({}), {"x-isthmus-priority": "-7"}, request)
+    assert request.priority == -7
+    for value in ("high", "1.5", "", str(2**31)):
+        with pytest.raises(InvalidParameter, match=r"^x-isthmus-priority must be"):
+            read_addressee(Body({}), {"x-isthmus-priority": value}, request)
