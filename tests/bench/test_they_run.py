@@ -10,6 +10,8 @@ from bench.decode_cache import __main__ as decode_cache
 from bench.gpu import steps
 from bench.gpu.outcomes import headlines
 from bench.hybrid import __main__ as hybrid
+from bench.placement import real
+from bench.placement.generators import WORKLOADS, open_arrivals
 from bench.router import __main__ as router
 from services.engine.fake import FakeRunner
 
@@ -137,3 +139,16 @@ def test_tool_loops_quickly(tmp_path, monkeypatch):
     rows = json.loads(figures.read_text())["rows"]
     assert all(row["whole"] for row in rows)
     assert [row["forgetful_whole"] for row in rows] == [True, False, False, False, False]
+
+
+async def test_placement_on_real_ranks_quickly(tmp_path):
+    """A session's turns find on processes what the simulation predicts."""
+    sessions = WORKLOADS["mixed"](4, 1)
+    for turn in sessions[0].turns:
+        turn.wait_s = 0.2
+    requests = open_arrivals(sessions[:1], 10.0, 1)
+    replay = await real.measure(tmp_path, 0, 1, requests)
+    row = real.compare(replay, real.predict(0, 1, requests))
+    assert set(replay.ttft_s) == set(range(4)) and min(replay.ttft_s.values()) > 0
+    assert row["measured_hits"] == pytest.approx(row["predicted_hits"], abs=0.05)
+    assert row["measured_hits"] > 0.1

@@ -1,0 +1,213 @@
+"""This benchmark runs cells of sessions on real ranks, and compares them with what the simulation predicts.
+
+    OMP_NUM_THREADS=1 python -m bench.placement.real --json FILE
+
+etcd, two routers, and ranks with engine fake are processes of their own, and time is real. All lengths and
+speeds are an eighth of those of the simulation, as engine fake holds contexts of 16,384 tokens; a page is a
+block. Those sessions are run to their end that begin within --seconds, and the first third of the requests is
+not counted. Pulls are off, as the simulation has none. TTFT is the client's.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.checkpoint import Size, write
+from bench.placement.cells import TIMING, Cell, Fleet
+from bench.placement.figures import quantile
+from bench.placement.settings import Setting
+from bench.placement.simulation import Simulation
+from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from bench.report import Row, table, write_json
+from services.cli.local.local_cluster import LocalCluster, Shape
+from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+
+_PART = 8
+_PAGE = BLOCK_TOKENS // _PART
+_LONGEST = 16_000  # of engine fake's tokens
+_STEP_S, _TOKEN_S = TIMING.step_s, _PART / TIMING.tokens_per_s
+_CHUNK = TIMING.chunk_tokens // _PART
+_BLOCKS = 2_000
+_IDS = 500
+_CELLS = "agents:0+4,mixed:0+4,agents:2+2"
+_LOAD = 0.8
+_ROUTERS = 2
+# A chunk takes a step more than its tokens, and an answer of an eighth of the tokens an eighth of the steps.
+_REAL_TIMING = replace(
+    TIMING,
+    tokens_per_s=TIMING.chunk_tokens / (_STEP_S + _CHUNK * _TOKEN_S),
+    step_s=_STEP_S / _PART,
+    step_s_per_sequence=0.0,
+)
+_COMMON_FLAGS = ("--model-name=bench", "--log-level=warning", f"--index-block={_PAGE}")
+_RANK_FLAGS = (
+    "--engine=fake",
+    "--transport=local",
+    f"--page-size={_PAGE}",
+    f"--kv-pages={_BLOCKS}",
+    f"--chunk-size={_CHUNK}",
+    "--max-running-requests=128",
+    f"--fake-step-s={_STEP_S}",
+    f"--fake-prompt-token-s={_TOKEN_S}",
+    "--kv-digest-share=0",
+)
+
+
+class Replay:
+    """Sends the requests as the simulation does: at their time, or after those that they follow."""
+
+    def __init__(
+        self, stubs: Sequence[generation_pb2_grpc.GenerationStub], requests: Sequence[TraceRequest]
+    ) -> None:
+        self._stubs = stubs
+        self._requests = requests
+        self._ended = [asyncio.Event() for _ in requests]
+        self._said: dict[str, list[int]] = {}  # by session
+        self._random = random.Random(1)
+        self.ttft_s: dict[int, float] = {}
+        self.computed_tokens = self.prompt_tokens = 0
+
+    async def run(self) -> None:
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            for request in self._requests:
+                tasks.create_task(self._serve(request, began))
+
+    async def _serve(self, request: TraceRequest, began: float) -> None:
+        if request.after:
+            for number in request.after:
+                await self._ended[number].wait()
+            await asyncio.sleep(request.wait_s)
+        else:
+            await asyncio.sleep(began + request.arrival_s - time.monotonic())
+        prompt = self._prompt(request)
+        self._said[request.session] = prompt + await self._answer(request, prompt)
+        self._ended[request.number].set()
+
+    async def _answer(self, request: TraceRequest, prompt: list[int]) -> list[int]:
+        max_tokens = max(2, request.output_tokens // _PART)
+        asked = generation_pb2.GenerateRequest(
+            token_ids=generation_pb2.TokenIds(ids=prompt),
+            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            conversation_id=request.session,
+        )
+        ids: list[int] = []
+        sent_s = time.monotonic()
+        async for response in self._stubs[request.number % len(self._stubs)].Generate(asked, timeout=600):
+            if response.token_ids and not ids:
+                self.ttft_s[request.number] = time.monotonic() - sent_s
+            ids += response.token_ids
+            if response.HasField("finish"):
+                self.computed_tokens += response.finish.usage.computed_tokens
+        self.prompt_tokens += len(prompt)
+        return ids
+
+    def _prompt(self, request: TraceRequest) -> list[int]:
+        """Return what the session has said, or a prefix that it shares, and what is new."""
+        said = self._said.get(request.session)
+        if said is None:
+            shared = (request.prompt_tokens - request.new_tokens) // BLOCK_TOKENS
+            said = [each for block in request.blocks[:shared] for each in _block(block)]
+        wanted = request.prompt_tokens // _PART - len(said)
+        return said + self._random.choices(range(_IDS), k=max(1, wanted))
+
+
+def _block(number: int) -> list[int]:
+    return random.Random(number).choices(range(_IDS), k=_PAGE)
+
+
+def _requests(cell: Cell, seconds: float) -> list[TraceRequest]:
+    """Return those that begin in so many seconds of the cell, or follow such ones."""
+    kept: dict[int, int] = {}
+    requests: list[TraceRequest] = []
+    for request in cell.requests():
+        is_early = request.arrival_s <= seconds and all(number in kept for number in request.after)
+        if is_early and request.prompt_tokens + request.output_tokens <= _LONGEST * _PART:
+            kept[request.number] = len(requests)
+            after = tuple(kept[number] for number in request.after)
+            requests.append(replace(request, number=len(requests), after=after))
+    return requests
+
+
+async def measure(directory: Path, prefill: int, decode: int, requests: Sequence[TraceRequest]) -> Replay:
+    write(model := directory / "model", Size(layers=1, hidden=64))
+    shape = Shape(
+        model=model,
+        data_dir=directory / "data",
+        routers=_ROUTERS,
+        prefill_workers=1 if prefill else 0,
+        prefill_dp_size=max(1, prefill),
+        decode_dp_size=decode,
+        common_flags=_COMMON_FLAGS,
+        rank_flags=_RANK_FLAGS,
+        router_flags=("--pull=off", f"--plans={'remote,local' if prefill else 'local'}"),
+    )
+    async with LocalCluster(shape, partial(print, file=sys.stderr)) as cluster, AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(cluster.open_channel(i)) for i in range(_ROUTERS)]
+        replay = Replay([generation_pb2_grpc.GenerationStub(channel) for channel in channels], requests)
+        await replay.run()
+        return replay
+
+
+def predict(prefill: int, decode: int, requests: Sequence[TraceRequest]) -> Simulation:
+    setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_REAL_TIMING, routers=_ROUTERS)
+    simulation = Simulation(setting, "ours", requests)
+    simulation.serve()
+    return simulation
+
+
+def _counted(ttft_s: dict[int, float]) -> list[float]:
+    return sorted(seconds for number, seconds in ttft_s.items() if number >= len(ttft_s) // 3)
+
+
+def compare(replay: Replay, simulation: Simulation) -> Row:
+    jobs = simulation.jobs
+    predicted = _counted({job.request.number: job.first_token_s - job.request.arrival_s for job in jobs})
+    measured = _counted(replay.ttft_s)
+    row: Row = {"requests": len(jobs)}
+    for share, figure in ((0.5, "p50"), (0.9, "p90")):
+        values = [quantile(ordered, share) for ordered in (predicted, measured)]
+        row |= {f"predicted_{figure}_s": values[0], f"measured_{figure}_s": values[1]}
+        row[f"{figure}_ratio"] = values[1] / values[0]
+    prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
+    row["predicted_hits"] = 1 - sum(job.computed_tokens for job in jobs) / prompt_tokens
+    row["measured_hits"] = 1 - replay.computed_tokens / replay.prompt_tokens
+    return row
+
+
+def _row(name: str, seconds: float) -> Row:
+    workload, layout = name.split(":")
+    prefill, decode = map(int, layout.split("+"))
+    requests = _requests(Cell(Fleet(workload, "8"), "open", _LOAD * (prefill or decode) / 8), seconds)
+    with TemporaryDirectory(prefix="isthmus-bench-") as directory:
+        replay = asyncio.run(measure(Path(directory), prefill, decode, requests))
+    return {"workload": workload, "layout": layout} | compare(replay, predict(prefill, decode, requests))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cells", default=_CELLS, help="WORKLOAD:PREFILL+DECODE,...")
+    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for name in arguments.cells.split(","):
+        rows.append(_row(name, arguments.seconds))
+        print(table(rows[-1:]), flush=True)
+    if arguments.json is not None:
+        constants: Row = {"seconds": arguments.seconds, "load": _LOAD, "routers": _ROUTERS}
+        write_json(arguments.json, "placement-real", constants, rows)
+
+
+if __name__ == "__main__":
+    main()
