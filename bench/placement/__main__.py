@@ -12,6 +12,7 @@ in how many cells ours leads, ties within 3 % or loses. --quick takes one load o
 
 Of a trace a page is one block. "ours" (for its pins) and "sticky" are given conversation ids worked out
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
+"everywhere" is a bound: sessions on ranks that do both, each of which is taken to hold whatever is asked for.
 "ours-held" takes ranks of a model with recurrent layers (workloads "hybrid-...") to go on wherever they hold.
 The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
 every three seconds, so that ten requests come at once. Of 200+800 ranks, which get 25 times the load for five
@@ -171,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names_of(dict.fromkeys((*LAYOUTS, *cells.LAYOUTS))),
         help="PREFILL+DECODE, or ranks that do both; default: all that are for a trace, or for workloads",
     )
-    known = dict.fromkeys((*POLICIES, *ONE_PLAN, *cells.CELL_POLICIES))
+    known = dict.fromkeys((*POLICIES, *ONE_PLAN, *cells.CELL_POLICIES, "everywhere"))
     parser.add_argument("--policies", type=_names_of(known), help=", ".join(known))
     parser.add_argument(
         "--variations",

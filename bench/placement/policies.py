@@ -182,3 +182,27 @@ class Separate:
 
     def told(self, rank: RankId, taken: CacheEvents) -> None:
         """They know what they sent."""
+
+
+class Everywhere:
+    """This takes the rank with the least left to compute, and each rank to hold all but the new part of every
+    prompt: what others lose beside it, caches and late news cost them."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+        for rank in ranks:
+            rank.holds_all = True
+
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        return min(range(len(self._ranks)), key=lambda i: self._ranks[i].exact_pending_tokens), None
+
+    def sent(self, job: Job) -> None:
+        """It looks at the ranks themselves."""
+
+    first_token = ended = sent
+
+    def loaded(self, rank: Rank) -> None:
+        """Likewise."""
+
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """Likewise."""

@@ -90,6 +90,7 @@ class Rank(ABC):
         self.timing = timing
         self.events = events
         self.busy_s = 0.0
+        self.holds_all = False  # whether it is taken to hold all but the new part of every prompt
         self.report: Callable[[Rank], None] = _nobody
         self.publish: Callable[[Rank, CacheEvents], None] = _nobody_publishes
         self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody_publishes
@@ -111,6 +112,10 @@ class Rank(ABC):
         return self._queued_tokens + remaining
 
     @property
+    def exact_pending_tokens(self) -> int:
+        return self._queued_tokens + self.exact_current_tokens
+
+    @property
     def exact_current_tokens(self) -> int:
         """Return those of the prompt being computed that are left, to the token."""
         if self._current is None:
@@ -123,6 +128,8 @@ class Rank(ABC):
         return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS
 
     def reused_tokens(self, request: TraceRequest) -> int:
+        if self.holds_all:
+            return request.prompt_tokens - request.new_tokens
         found, num_blocks = self.cache.look_up(request.blocks, ""), len(request.blocks)
         first = self.resuming.would_begin(found.deepest, found.cached_pages, num_blocks)
         return min(first * BLOCK_TOKENS, request.prompt_tokens - 1)
@@ -171,6 +178,8 @@ class Rank(ABC):
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
         job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
         matched = min(job.resumed_blocks * BLOCK_TOKENS, job.request.prompt_tokens - 1)
+        if self.holds_all:
+            matched = job.request.prompt_tokens - job.request.new_tokens
         self._done_tokens = matched
         job.computed_tokens = job.request.prompt_tokens - matched
         self._begin_chunk()

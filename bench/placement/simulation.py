@@ -12,6 +12,7 @@ from bench.placement.peers import PEERS, Peer, Rule, Rules
 from bench.placement.pins import Pins
 from bench.placement.policies import (
     CacheAware,
+    Everywhere,
     LeastLoaded,
     Picker,
     Policy,
@@ -99,6 +100,10 @@ class Simulation:
             shares = [Share(i, setting.routers) for i in range(setting.routers)]
             tells = name != "ours-held"
             return [Ours(fleet, self._events, share, pins, tells) for share in shares]
+        if name == "everywhere":
+            if self._prefills:
+                raise ValueError("'everywhere' needs a layout without prefill ranks")
+            return [Everywhere(self._decodes)]
         if name in PEERS:
             rules, is_local = PEERS[name]
             rule, clock = partial(_rule, rules, setting.blocks), self._events.clock

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from bench.placement.cells import CELL_POLICIES, Cell, Fleet
-from bench.placement.figures import counts_of, goals_of, jain, means_of, ratios, verdicts
+from bench.placement.figures import counts_of, figures_of, goals_of, jain, means_of, ratios, verdicts
 from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, closed_arrivals, open_arrivals
 from bench.placement.ours import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
@@ -155,6 +155,18 @@ def test_the_oracle_sees_what_is_sent(subtests):
         for at_s in (9.0, 11.0, 12.0, 20.0):
             outlook.will_return(at_s, rank)
         assert (outlook.returning(rank, 3.0), outlook.returning(other, 3.0)) == (2, 0)
+
+
+def test_where_every_rank_holds_everything_only_new_parts_are_computed():
+    requests = open_arrivals(WORKLOADS["mixed"](3, 30), 0.2, 3)
+    simulation = Simulation(Setting(0, 2), "everywhere", requests)
+    simulation.serve()
+    assert all(job.computed_tokens == job.request.new_tokens for job in simulation.jobs)
+    assert {job.decode for job in simulation.jobs} == set(simulation.ranks)
+    figures = figures_of(simulation.jobs)
+    assert 1.0 <= figures["ttft_mean_s"] / figures["alone_mean_s"] < 1.5
+    with pytest.raises(ValueError, match="without prefill ranks"):
+        Simulation(Setting(1, 2), "everywhere", requests)
 
 
 @pytest.mark.long
