@@ -232,14 +232,8 @@ class Placer:
         asked = snapshot.asked
         receivers = find(self._receiving(asked), snapshot)
         senders = find(self._prefills, snapshot) if Plan.REMOTE in asked.plans else []
-        decodes = [
-            self._decode_candidate(rank, hit, snapshot)
-            for rank, hit in zip(receivers, self._hits.of(receivers, snapshot), strict=True)
-        ]
-        prefills = [
-            self._prefill_candidate(rank, hit, snapshot)
-            for rank, hit in zip(senders, self._hits.of(senders, snapshot), strict=True)
-        ]
+        decodes = [self._as_decode(*each, snapshot) for each in self._seen(receivers, snapshot)]
+        prefills = [self._as_prefill(*each, snapshot) for each in self._seen(senders, snapshot)]
         if holders := self._sources.holders(snapshot):
             prefills = [self._with_sources(prefill, holders) for prefill in prefills]
             if Plan.LOCAL in asked.plans:
@@ -377,18 +371,21 @@ class Placer:
                 if taken == least:
                     break
 
-    def _decode_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> DecodeCandidate:
+    def _seen(self, found: Sequence[Found], snapshot: RankSnapshot) -> Iterator[tuple[Found, Hit, float]]:
+        return zip(found, self._hits.of(found, snapshot), snapshot.rates(found), strict=True)
+
+    def _as_decode(self, found: Found, hit: Hit, rate: float, snapshot: RankSnapshot) -> DecodeCandidate:
         key, rank, _ = found
         page_size, (matched, worth, matched_resume, resume, brought) = rank.layout.page_size, hit
         now = snapshot.now(key)
-        load, pending_tokens, queued, running, tokens_per_s, _ = now
+        load, pending_tokens, queued, running, _, _ = now
         books = load.books
         # The arguments are positional, because keywords take twice as long and there are twenty of them.
         return DecodeCandidate(
             rank.address.id,
             worth,  # hit_tokens
             pending_tokens,
-            tokens_per_s,
+            rate,
             running,
             load.token_s,
             books.free * page_size,
@@ -410,7 +407,7 @@ class Placer:
             back_s(self._below, rank, load),
         )
 
-    def _prefill_candidate(self, found: Found, hit: Hit, snapshot: RankSnapshot) -> PrefillCandidate:
+    def _as_prefill(self, found: Found, hit: Hit, rate: float, snapshot: RankSnapshot) -> PrefillCandidate:
         key, rank, _ = found
         now, page_size = snapshot.now(key), rank.layout.page_size
         books = now.load.books
@@ -418,7 +415,7 @@ class Placer:
             rank.address.id,
             hit.worth,  # hit_tokens
             now.pending_tokens,
-            now.tokens_per_s,
+            rate,  # prefill_tokens_per_s
             books.free * page_size,
             books.cached * page_size,  # evictable_tokens
             snapshot.exclusion(key, rank),

@@ -25,6 +25,8 @@ from services.values.rank_reports import RankLoad, Registration
 
 # A tier of which nothing was read yet is assumed to be read so fast.
 _MEMORY_BYTES_PER_S, _FILE_BYTES_PER_S = 4e9, 5e8
+# Ranks whose measured rates differ by less are taken to be equally fast.
+_RATE_NOISE = 0.1
 
 
 def what_must_agree(layout: KvLayout) -> KvLayout:
@@ -101,6 +103,17 @@ class RankSnapshot:
         if now is None:
             now = self._now[key] = self._balance.now(key)
         return now
+
+    def rates(self, found: "Sequence[Found]") -> list[float]:
+        """Return how fast each of these ranks computes prompts; those about as fast as most are equally fast.
+
+        Otherwise the rank that measured a little more than other idle ones would be the cheapest again and
+        again, and the pools of the others would be of no use.
+        """
+        rates = [self.now(key).tokens_per_s for key, _, _ in found]
+        usual = sorted(rates)[len(rates) // 2] if rates else 0.0
+        least, most = usual * (1 - _RATE_NOISE), usual * (1 + _RATE_NOISE)
+        return [usual if least <= rate <= most else rate for rate in rates]
 
     def held(self) -> Held:
         if self._held is None:

@@ -1,5 +1,7 @@
 """Where requests go that come at once, by one router or by two."""
 
+from collections import Counter
+
 import pytest
 
 from router.placement.known_cluster import BLOCK, Router, chains
@@ -91,3 +93,15 @@ def test_while_everybody_waits_hits_count_for_more():
     router.waits(holder, 30_000, waiting=20)
     router.waits(other, 10_000, waiting=20)
     assert router.place().chosen.decode.id == holder.id
+
+
+def test_idle_ranks_that_measured_about_the_same_get_about_as_many_requests():
+    """The fastest by a little would get all of them, and the pools of the others were of no use."""
+    router = Router(4, 0)
+    for rank, rate in zip(router.decodes, (1_918.0, 1_960.0, 1_967.0, 1_925.0), strict=True):
+        router.waits(rank, 0, prefill_tokens_per_s=rate)
+    asked = router.asked(hashes=())
+    chosen = Counter(router.placer.place(asked, tie / 100).chosen.decode.id.rank for tie in range(100))
+    assert len(chosen) == 4 and min(chosen.values()) >= 20
+    router.waits(router.decodes[3], 0, prefill_tokens_per_s=2_500.0)
+    assert {router.placer.place(asked, tie / 10).chosen.decode.id.rank for tie in range(10)} == {3}
