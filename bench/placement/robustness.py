@@ -110,12 +110,12 @@ def _bandwidth(times: float) -> Callable[[Simulation], None]:
         (ours,) = simulation._policies
         assert isinstance(ours, Ours)
         balance = ours._balance
-        real = balance.bandwidth
+        real = balance.bandwidths
 
         def bandwidth(prefill: RankKey, decode: RankKey) -> float:
-            return times * real(prefill, decode)
+            return times * real()(prefill, decode)
 
-        balance.bandwidth = bandwidth  # type: ignore[method-assign]
+        balance.bandwidths = lambda: bandwidth  # type: ignore[method-assign]
 
     return prepare
 

@@ -89,7 +89,7 @@ def shortlist(
     front: list[tuple[float, float]] = []  # `fixed` and wait of the useful ones, in ascending price
     for group in _equal(keys):
         _, fixed, wait = keys[group[0]]
-        is_of_use = all(fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front)
+        is_of_use = all([fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front])
         if is_of_use:
             front.append((fixed, wait))
         wanted = max(spare_ranks - len(chosen), int(is_of_use))

@@ -29,6 +29,9 @@ class Standing(NamedTuple):
     differs_in: str = ""  # in what its KV layout differs from the one that plan remote uses
 
 
+WELL = Standing(Liveness.LIVE, is_connected=True)
+
+
 def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
     """Return why the rank cannot be chosen, judged alone, or an empty text.
 

@@ -116,7 +116,7 @@ class Placer:
         self.outcomes = Outcomes(index, balance, progress, settings.index_block)
         balance.changed = self._changed
         self._paid = PaidWaits()
-        self._arrivals = {role: Arrivals(balance.clock()) for role in (Role.DECODE, Role.PREFILL)}
+        self._decode_arrivals, self._prefill_arrivals = Arrivals(balance.clock()), Arrivals(balance.clock())
 
     def set_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Take these as the ranks that there are now, of each role in the order of their keys."""
@@ -197,7 +197,7 @@ class Placer:
         """Decide as `place` does, but look at every rank and compare enough of them to be shown."""
         snapshot = self._snapshot(asked)
         request, decodes, prefills, holders = self._looked_at(snapshot, self._all)
-        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        bandwidth, weights = self._balance.bandwidths(), self._settings.weights
         try:
             decision = place(request, decodes, prefills, bandwidth, weights, tie, spare_ranks=_EXPLAINED)
             return self._insured(decision, holders)
@@ -209,7 +209,7 @@ class Placer:
         self, snapshot: RankSnapshot, tie: float, find: Callable[[_Side, RankSnapshot], list[Found]]
     ) -> Decision:
         request, decodes, prefills, holders = self._looked_at(snapshot, find)
-        bandwidth, weights = self._balance.bandwidth, self._settings.weights
+        bandwidth, weights = self._balance.bandwidths(), self._settings.weights
         return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), holders)
 
     def _insured(self, decision: Decision, holders: Sequence[Holder]) -> Decision:
@@ -240,7 +240,8 @@ class Placer:
                 decodes = [self._with_sources(decode, holders) for decode in decodes]
         max_wait_s = bound_s(asked.max_wait_s, decodes, prefills)
         candidates: list[Candidate] = [*decodes, *prefills]
-        longest = max([rank.reused_tokens for rank in candidates if not rank.excluded], default=0)
+        holding = [rank for rank in candidates if rank.hit_tokens and not rank.excluded]
+        longest = max([rank.reused_tokens for rank in holding], default=0)
         return self._request(asked, max_wait_s, longest), decodes, prefills, holders
 
     def _with_sources(self, candidate: _Candidate, holders: Sequence[Holder]) -> _Candidate:
@@ -248,7 +249,8 @@ class Placer:
         return candidate._replace(sources=sources) if sources else candidate
 
     def _request(self, asked: Asked, max_wait_s: float, longest: int) -> PlacementRequest:
-        layout, most = self._layout, asked.most_tokens
+        layout, most, now = self._layout, asked.most_tokens, self._balance.clock()
+        blocks = longest // self._settings.index_block
         return PlacementRequest(
             prompt_tokens=asked.prompt_tokens,
             kv_bytes_per_token=layout.page_bytes / layout.page_size if layout else 0.0,
@@ -259,15 +261,11 @@ class Placer:
             most_tokens=most if most is not None and most <= self._longest_tokens else None,
             longest_tokens=self._longest_tokens,
             carried_bytes=self.carried_bytes(asked.prompt_tokens),
-            prefill_requests_per_s=self._requests_per_s(Role.PREFILL, self._prefills),
-            decode_requests_per_s=self._requests_per_s(Role.DECODE, self._decodes),
+            prefill_requests_per_s=self._a_rank(self._prefill_arrivals.per_s(now), self._prefills),
+            decode_requests_per_s=self._a_rank(self._decode_arrivals.per_s(now), self._decodes),
             paid_tokens=longest,
-            paid_s=self._paid_s(asked.hashes, longest),
+            paid_s=self._paid.of(asked.hashes[blocks - 1], now) if blocks else 0.0,
         )
-
-    def _paid_s(self, hashes: Sequence[BlockHash], tokens: int) -> float:
-        blocks = tokens // self._settings.index_block
-        return self._paid.of(hashes[blocks - 1], self._balance.clock()) if blocks else 0.0
 
     def _pay(self, hashes: Sequence[BlockHash], decision: Decision) -> None:
         """Count the wait for what a rank holds. What it has yet to compute could not have been elsewhere."""
@@ -280,10 +278,9 @@ class Placer:
             elif computing.indexed_reused_tokens // block >= blocks:
                 self._paid.add(hashes[blocks - 1], decision.excess_wait_s, self._balance.clock())
 
-    def _requests_per_s(self, role: Role, side: _Side) -> float:
+    def _a_rank(self, requests_per_s: float, side: _Side) -> float:
         """Return the prompts that come to be computed at one rank, if the other routers send as many each."""
-        all_per_s = self._share.of * self._arrivals[role].per_s(self._balance.clock())
-        return all_per_s / max(1, len(side.ranks))
+        return self._share.of * requests_per_s / (len(side.ranks) or 1)
 
     def _receiving(self, asked: Asked) -> _Side:
         if (at := asked.at) is None:
@@ -409,25 +406,26 @@ class Placer:
 
     def _as_prefill(self, found: Found, hit: Hit, rate: float, snapshot: RankSnapshot) -> PrefillCandidate:
         key, rank, _ = found
-        now, page_size = snapshot.now(key), rank.layout.page_size
+        page_size, (matched, worth, matched_resume, resume, brought) = rank.layout.page_size, hit
+        now = snapshot.now(key)
         books = now.load.books
         return PrefillCandidate(
             rank.address.id,
-            hit.worth,  # hit_tokens
+            worth,  # hit_tokens
             now.pending_tokens,
             rate,  # prefill_tokens_per_s
             books.free * page_size,
             books.cached * page_size,  # evictable_tokens
             snapshot.exclusion(key, rank),
             now.queued,
-            hit.matched,
+            matched,
             key in self._prefills.own,
             now.compute_wait_s,
             rank.max_context_tokens,
-            hit.resume,
-            hit.matched_resume,
+            resume,
+            matched_resume,
             (),  # sources
-            hit.brought,
+            brought,
             back_s(self._below, rank, now.load),
         )
 
@@ -442,8 +440,8 @@ class Placer:
         decision: Decision,
         reusable_tokens: float = math.inf,
     ) -> None:
-        computing = Role.DECODE if decision.chosen.prefill is None else Role.PREFILL
-        self._arrivals[computing].add(self._balance.clock())
+        arrivals = self._decode_arrivals if decision.chosen.prefill is None else self._prefill_arrivals
+        arrivals.add(self._balance.clock())
         self._pay(hashes, decision)
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
 

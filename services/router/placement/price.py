@@ -25,8 +25,7 @@ wait longer.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import exp, inf
-from statistics import fmean
+from math import exp, fsum, inf
 from typing import NamedTuple
 
 from services.router.placement.candidates import (
@@ -169,16 +168,17 @@ class PriceList:
         self.request = request
         self.weights = weights
         self.bandwidth = bandwidth
-        self.paid = request.paid_s > 0
         # A request cannot become longer than the largest rank holds.
         self.grows_to = request.longest_tokens if request.most_tokens is None else request.most_tokens
         self.shortest_s, self.occupy = _occupy(weights, prefills)
         self.shortest_local_s, self.occupy_local = _occupy(weights, decodes)
         self.later = weights.later_weight * request.prefill_requests_per_s / 2
         self.later_local = weights.later_weight * request.decode_requests_per_s / 2
+        self.paid_s, self.new_tokens = request.paid_s, request.prompt_tokens - request.paid_tokens
         # Evicted KV that no tier keeps will be computed again by any prefill rank, or by a decode rank if
         # there are none.
-        self.tokens_per_s = fmean([candidate.prefill_tokens_per_s for candidate in (prefills or decodes)])
+        rates = [candidate.prefill_tokens_per_s for candidate in (prefills or decodes)]
+        self.tokens_per_s = fsum(rates) / len(rates)
         self.evict_s_per_token = weights.evict_weight / self.tokens_per_s
 
     def evict_s(self, candidate: Candidate, num_tokens: int) -> float:
@@ -190,18 +190,22 @@ class PriceList:
 
     def occupy_s(self, compute_s: float, tokens_per_s: float) -> float:
         occupy_s = (self.occupy + self.later * compute_s) * compute_s
-        return occupy_s - self.paid_s(compute_s, tokens_per_s, self.later) if self.paid else occupy_s
+        return occupy_s - self.paid_for_s(compute_s, tokens_per_s, self.later) if self.paid_s else occupy_s
 
     def occupy_local_s(self, compute_s: float, tokens_per_s: float) -> float:
         occupy_s = (self.occupy_local + self.later_local * compute_s) * compute_s
-        return occupy_s - self.paid_s(compute_s, tokens_per_s, self.later_local) if self.paid else occupy_s
+        if self.paid_s:
+            occupy_s -= self.paid_for_s(compute_s, tokens_per_s, self.later_local)
+        return occupy_s
 
-    def paid_s(self, compute_s: float, tokens_per_s: float, later: float) -> float:
+    def paid_for_s(self, compute_s: float, tokens_per_s: float, later: float) -> float:
         """Return what requests have waited for the lack of a copy, if this one computes it; at most what that
         costs."""
-        request = self.request
-        copy_s = compute_s - (request.prompt_tokens - request.paid_tokens) / tokens_per_s
-        return min(request.paid_s, copy_s * (1 + later * compute_s)) if copy_s > 0 else 0.0
+        copy_s = compute_s - self.new_tokens / tokens_per_s
+        if copy_s <= 0:
+            return 0.0
+        costs_s = copy_s * (1 + later * compute_s)
+        return costs_s if costs_s < self.paid_s else self.paid_s
 
     def senders(self, prefills: Sequence[PrefillCandidate]) -> list[Sender]:
         senders = [self.sender(prefill) for prefill in prefills]

@@ -138,7 +138,9 @@ class RankSnapshot:
         excluded = self._excluded.get(key)
         if excluded is None:
             liveness, differs_in = self._balance.liveness(key), self._apart.get(key, "")
-            standing = exclusion.Standing(liveness, self._is_connected(key), differs_in)
+            standing = exclusion.WELL
+            if liveness or differs_in or not self._is_connected(key):
+                standing = exclusion.Standing(liveness, self._is_connected(key), differs_in)
             excluded = self._excluded[key] = exclusion.of_rank(rank, standing, self.asked)
         return excluded
 

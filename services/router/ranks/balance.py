@@ -107,7 +107,11 @@ class Balance:
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
         """Return the bytes per second between the two, else the usual ones of that prefill rank, else
         of any."""
-        return self._speeds.bandwidth(prefill, decode, self.clock())
+        return self.bandwidths()(prefill, decode)
+
+    def bandwidths(self) -> Callable[[RankKey, RankKey], float]:
+        """Return `bandwidth` as of now, for many pairs."""
+        return self._speeds.bandwidths(self.clock())
 
     # -- pulls ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Distrust fades, as the rank would never be tried again otherwise.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ _RISE, _FALL = 0.3, 0.1
 _MAX_RATIO = 4.0  # This limits the ratio of a sample to the learned value, either way.
 _SETTLED_WEIGHT = 3.0  # This holds from this weight of samples on.
 _HALF_LIFE_S = 60.0  # Old values fade towards the usual; else a rank once slow would never be tried again.
+_LN_2 = math.log(2)
 _LEAST_COUNTED_S = 10.0  # Requests of a shorter time say little of how many come a second.
 _MAX_PAID = 4_096  # This limits the prefixes for which waits are counted.
 _FULL_WEIGHT_TOKENS = 256
@@ -65,9 +67,11 @@ class Arrivals:
 
     def per_s(self, now: float) -> float:
         # It has not counted for ever: this is the part of the weight of all time that it knows.
-        known_s = max(_LEAST_COUNTED_S, now - self._began_s)
+        known_s = now - self._began_s
+        if known_s < _LEAST_COUNTED_S:
+            known_s = _LEAST_COUNTED_S
         known = 1 - math.exp2(-known_s / _HALF_LIFE_S)
-        return self._faded(now) * math.log(2) / _HALF_LIFE_S / known
+        return self._faded(now) * _LN_2 / _HALF_LIFE_S / known
 
     def _faded(self, now: float) -> float:
         return self._count * math.exp2((self._counted_s - now) / _HALF_LIFE_S)
@@ -83,8 +87,8 @@ class PaidWaits:
         self._paid: dict[BlockHash, tuple[float, float]] = {}  # the seconds, and when they were paid
 
     def of(self, prefix: BlockHash, now: float) -> float:
-        paid_s, since_s = self._paid.get(prefix, (0.0, now))
-        return paid_s * math.exp2((since_s - now) / _HALF_LIFE_S)
+        paid = self._paid.get(prefix)
+        return 0.0 if paid is None else paid[0] * math.exp2((paid[1] - now) / _HALF_LIFE_S)
 
     def add(self, prefix: BlockHash, waited_s: float, now: float) -> None:
         if waited_s > 0:
@@ -177,9 +181,15 @@ class Speeds:
         learned, usual = self._rates.get(rank), self._usual_rate.value
         return usual if learned is None else learned.faded(now, usual)
 
-    def bandwidth(self, prefill: RankKey, decode: RankKey, now: float) -> float:
-        sender = self._senders.get(prefill)
-        return self._usual_bandwidth.value if sender is None else self._of_link(sender, decode, now)
+    def bandwidths(self, now: float) -> Callable[[RankKey, RankKey], float]:
+        """Return what tells the bandwidth from a prefill rank to a decode rank."""
+        senders, usual = self._senders, self._usual_bandwidth.value
+
+        def bandwidth(prefill: RankKey, decode: RankKey) -> float:
+            sender = senders.get(prefill)
+            return usual if sender is None else self._of_link(sender, decode, now)
+
+        return bandwidth
 
     def _of_link(self, sender: _Sender, receiver: RankKey, now: float) -> float:
         usual = self._usual_bandwidth.value
