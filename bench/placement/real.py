@@ -5,7 +5,8 @@
 etcd, two routers, and ranks with engine fake are processes of their own, and time is real. All lengths and
 speeds are an eighth of those of the simulation, as engine fake holds contexts of 16,384 tokens; a page is a
 block. Those sessions are run to their end that begin within --seconds, and the first third of the requests is
-not counted. Pulls are off, as the simulation has none. TTFT is the client's.
+not counted. Pulls are off, as the simulation has none. TTFT is the client's. Processes that share few cores
+make each step some milliseconds longer: with --stretch 2 all else takes twice as long.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 from bench.checkpoint import Size, write
 from bench.placement.cells import TIMING, Cell, Fleet
 from bench.placement.figures import quantile
+from bench.placement.ranks import Timing
 from bench.placement.settings import Setting
 from bench.placement.simulation import Simulation
 from bench.placement.workload import BLOCK_TOKENS, TraceRequest
@@ -40,13 +42,6 @@ _IDS = 500
 _CELLS = "agents:0+4,mixed:0+4,agents:2+2"
 _LOAD = 0.8
 _ROUTERS = 2
-# A chunk takes a step more than its tokens, and an answer of an eighth of the tokens an eighth of the steps.
-_REAL_TIMING = replace(
-    TIMING,
-    tokens_per_s=TIMING.chunk_tokens / (_STEP_S + _CHUNK * _TOKEN_S),
-    step_s=_STEP_S / _PART,
-    step_s_per_sequence=0.0,
-)
 _COMMON_FLAGS = ("--model-name=bench", "--log-level=warning", f"--index-block={_PAGE}")
 _RANK_FLAGS = (
     "--engine=fake",
@@ -55,8 +50,6 @@ _RANK_FLAGS = (
     f"--kv-pages={_BLOCKS}",
     f"--chunk-size={_CHUNK}",
     "--max-running-requests=128",
-    f"--fake-step-s={_STEP_S}",
-    f"--fake-prompt-token-s={_TOKEN_S}",
     "--kv-digest-share=0",
 )
 
@@ -124,7 +117,18 @@ def _block(number: int) -> list[int]:
     return random.Random(number).choices(range(_IDS), k=_PAGE)
 
 
-def _requests(cell: Cell, seconds: float) -> list[TraceRequest]:
+def _timing(stretch: float) -> Timing:
+    """A chunk takes a step more than its tokens, and an answer of an eighth of the tokens an eighth of the
+    steps."""
+    return replace(
+        TIMING,
+        tokens_per_s=TIMING.chunk_tokens / (_STEP_S + _CHUNK * _TOKEN_S) / stretch,
+        step_s=_STEP_S / _PART * stretch,
+        step_s_per_sequence=0.0,
+    )
+
+
+def _requests(cell: Cell, seconds: float, stretch: float) -> list[TraceRequest]:
     """Return those that begin in so many seconds of the cell, or follow such ones."""
     kept: dict[int, int] = {}
     requests: list[TraceRequest] = []
@@ -133,12 +137,18 @@ def _requests(cell: Cell, seconds: float) -> list[TraceRequest]:
         if is_early and request.prompt_tokens + request.output_tokens <= _LONGEST * _PART:
             kept[request.number] = len(requests)
             after = tuple(kept[number] for number in request.after)
-            requests.append(replace(request, number=len(requests), after=after))
+            arrival_s, wait_s = stretch * request.arrival_s, stretch * request.wait_s
+            requests.append(
+                replace(request, number=len(requests), after=after, arrival_s=arrival_s, wait_s=wait_s)
+            )
     return requests
 
 
-async def measure(directory: Path, prefill: int, decode: int, requests: Sequence[TraceRequest]) -> Replay:
+async def measure(
+    directory: Path, prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0
+) -> Replay:
     write(model := directory / "model", Size(layers=1, hidden=64))
+    speed_flags = f"--fake-step-s={stretch * _STEP_S}", f"--fake-prompt-token-s={stretch * _TOKEN_S}"
     shape = Shape(
         model=model,
         data_dir=directory / "data",
@@ -147,7 +157,7 @@ async def measure(directory: Path, prefill: int, decode: int, requests: Sequence
         prefill_dp_size=max(1, prefill),
         decode_dp_size=decode,
         common_flags=_COMMON_FLAGS,
-        rank_flags=_RANK_FLAGS,
+        rank_flags=(*_RANK_FLAGS, *speed_flags),
         router_flags=("--pull=off", f"--plans={'remote,local' if prefill else 'local'}"),
     )
     async with LocalCluster(shape, partial(print, file=sys.stderr)) as cluster, AsyncExitStack() as stack:
@@ -157,8 +167,8 @@ async def measure(directory: Path, prefill: int, decode: int, requests: Sequence
         return replay
 
 
-def predict(prefill: int, decode: int, requests: Sequence[TraceRequest]) -> Simulation:
-    setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_REAL_TIMING, routers=_ROUTERS)
+def predict(prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0) -> Simulation:
+    setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_timing(stretch), routers=_ROUTERS)
     simulation = Simulation(setting, "ours", requests)
     simulation.serve()
     return simulation
@@ -183,13 +193,15 @@ def compare(replay: Replay, simulation: Simulation) -> Row:
     return row
 
 
-def _row(name: str, seconds: float) -> Row:
+def _row(name: str, seconds: float, stretch: float) -> Row:
     workload, layout = name.split(":")
     prefill, decode = map(int, layout.split("+"))
-    requests = _requests(Cell(Fleet(workload, "8"), "open", _LOAD * (prefill or decode) / 8), seconds)
+    cell = Cell(Fleet(workload, "8"), "open", _LOAD * (prefill or decode) / 8)
+    requests = _requests(cell, seconds, stretch)
     with TemporaryDirectory(prefix="isthmus-bench-") as directory:
-        replay = asyncio.run(measure(Path(directory), prefill, decode, requests))
-    return {"workload": workload, "layout": layout} | compare(replay, predict(prefill, decode, requests))
+        replay = asyncio.run(measure(Path(directory), prefill, decode, requests, stretch))
+    predicted = predict(prefill, decode, requests, stretch)
+    return {"workload": workload, "layout": layout} | compare(replay, predicted)
 
 
 def main() -> None:
@@ -198,14 +210,16 @@ def main() -> None:
     )
     parser.add_argument("--cells", default=_CELLS, help="WORKLOAD:PREFILL+DECODE,...")
     parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--stretch", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for name in arguments.cells.split(","):
-        rows.append(_row(name, arguments.seconds))
+        rows.append(_row(name, arguments.seconds, arguments.stretch))
         print(table(rows[-1:]), flush=True)
     if arguments.json is not None:
-        constants: Row = {"seconds": arguments.seconds, "load": _LOAD, "routers": _ROUTERS}
+        constants: Row = {"seconds": arguments.seconds, "stretch": arguments.stretch}
+        constants |= {"load": _LOAD, "routers": _ROUTERS}
         write_json(arguments.json, "placement-real", constants, rows)
 
 
