@@ -126,6 +126,9 @@ class EngineConfig(ClusterConfig):
         "MB that each rank writes to files of --kv-tier in a second, at most; default: no limit",
         bounds=Bounds(above=0),
     )
+    kv_tier_shared: Literal["on", "off"] = setting(
+        "off", "read what other ranks keep in the directory of --kv-tier, on this machine or a shared disk"
+    )
     pull: Literal["on", "off"] = setting(
         "on",
         "pull what other ranks hold of a prompt, and let them pull, where a router finds that worth it",
@@ -223,6 +226,10 @@ class EngineConfig(ClusterConfig):
         in_files = any(place.directory is not None for place in tier_places(self.kv_tier))
         if self.kv_tier_write_mbps is not None and not in_files:
             raise ConfigError("--kv-tier-write-mbps limits --kv-tier=/DIRECTORY:SIZE, and there is none")
+        if self.kv_tier_shared == "on" and not in_files:
+            raise ConfigError(
+                "--kv-tier-shared reads a directory of --kv-tier=/DIRECTORY:SIZE, and none is given"
+            )
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 
@@ -348,6 +355,7 @@ class EngineConfig(ClusterConfig):
             memory_fd=self.kv_tier_fd,
             call_limit_s=call_limit_s,
             write_bytes_per_s=math.inf if mbps is None else 1e6 * mbps,
+            shares=self.kv_tier_shared == "on",
         )
 
     def limits(self, role: Role) -> Limits:

@@ -22,14 +22,25 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import Block, Place, Stored
 from services.kv.tiers.wait_or_cut import Left
-from services.tier.slab import Slab
+from services.tier.shared import SharedFiles, SlotGone
 from services.values.kv import PageId, PoolMemory
 
 Clock = Callable[[], float]
+
+
+class Slots(Protocol):
+    """This is a tier as copies see it: a slab, or the files of other ranks, which are only read."""
+
+    def read(self, slot: int, buffer: memoryview) -> None: ...
+    def read_ahead(self, slot: int) -> None: ...
+    def write(self, slot: int, payload: memoryview, record: Stored) -> int: ...
+    def has_changed(self, slot: int, digest: int) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Staging:
@@ -74,7 +85,7 @@ class Copy:
                 copy()
             return not self._stopped
 
-    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         """Do the job. A failure is noted in `error` and never raised."""
         raise NotImplementedError
 
@@ -89,7 +100,7 @@ class Store(Copy):
         self.digest: int | None = None
         self._place, self._record = block.place, record_of(block)
 
-    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         if not self._with_pool(lambda: staging.take(self.pages)):
             return
         self.at_tier = self._place.tier
@@ -112,7 +123,7 @@ class Move(Copy):
     def has_failed_to_read(self) -> bool:
         return not self.is_done and self.at_tier == self.source_tier
 
-    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         try:
             self.at_tier = self.source_tier
             slabs[self.at_tier].read(self._source.slot, staging.bytes)
@@ -131,13 +142,31 @@ class ReadAhead(Copy):
         super().__init__()
         self.places = tuple(places)
 
-    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         try:
             for place in self.places:
                 if self._stopped:
                     return
                 self.at_tier = place.tier
                 slabs[place.tier].read_ahead(place.slot)
+        except SlotGone:
+            return  # The read will notice it, too.
+        except OSError as error:
+            self.error = error
+
+
+class Look(Copy):
+    """It looks what other ranks keep in their files. Sequences wait a moment for it."""
+
+    def __init__(self, shared: SharedFiles, tier: int) -> None:
+        super().__init__()
+        self.is_over = False
+        self.at_tier = tier
+        self._shared = shared
+
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+        try:
+            self._shared.look()
         except OSError as error:
             self.error = error
 
@@ -148,6 +177,7 @@ class LoadEnd(Enum):
     SLOW = "slow"  # To compute the rest takes less time.
     CORRUPT = "corrupt"
     FAILED = "failed"
+    GONE = "gone"  # Its owner, another rank, has overwritten it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +211,15 @@ class LoadCopy(Copy):
         self.end = LoadEnd.STOPPED
         self._pace = pace
 
-    def run(self, slabs: Sequence[Slab], staging: Staging) -> None:
+    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         try:
             self.end = self._run(slabs, staging)
+        except SlotGone:
+            self.end = LoadEnd.GONE
         except OSError as error:
             self.error, self.end = error, LoadEnd.FAILED
 
-    def _run(self, slabs: Sequence[Slab], staging: Staging) -> LoadEnd:
+    def _run(self, slabs: Sequence[Slots], staging: Staging) -> LoadEnd:
         for piece in self.pieces:
             began_s = self._pace.clock()
             if self._stopped:
@@ -197,7 +229,8 @@ class LoadCopy(Copy):
             self.at_tier = piece.place.tier
             slabs[self.at_tier].read(piece.place.slot, staging.bytes)
             if not is_whole(staging.bytes, piece.digest):
-                return LoadEnd.CORRUPT
+                is_gone = slabs[self.at_tier].has_changed(piece.place.slot, piece.digest)
+                return LoadEnd.GONE if is_gone else LoadEnd.CORRUPT
             if not self._with_pool(lambda piece=piece: self._give(staging, piece)):  # type: ignore[misc]
                 return LoadEnd.STOPPED
             self.read_bytes[piece.place.tier] += len(staging.bytes)

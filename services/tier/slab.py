@@ -31,6 +31,7 @@ from services.values.errors import ConfigError
 _HEADER = Struct("<8sI8sQQQ")
 _MAGIC = b"isthmusT"
 _RECORD = Struct("<16s16sQQQQ")
+RECORD_BYTES = _RECORD.size
 _RECORDED = _RECORD.size - 8  # These bytes are under the record's own digest.
 _NAME = "blocks"
 _LAYOUT = "[0-9a-f]{16}"
@@ -152,11 +153,24 @@ class Slab:
 
     def records(self) -> list[Stored]:
         """Return the records of the table that are neither incomplete nor empty. Raises OSError."""
+        found = (unpacked(slot, record) for slot, record in enumerate(_records_of(self.table())))
+        return [stored for stored in found if stored is not None]
+
+    def table(self) -> bytearray:
+        """Return the table as it is, with RECORD_BYTES a slot. Raises OSError."""
         table = bytearray(self.shape.num_slots * _RECORD.size)
         for start in range(0, len(table), _TABLE_READ):
             self._pread(memoryview(table)[start : start + _TABLE_READ], _PAGE + start)
-        found = (_unpacked(slot, record) for slot, record in enumerate(_records_of(table)))
-        return [stored for stored in found if stored is not None]
+        return table
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._fd).st_ino
+
+    @property
+    def has_its_shape(self) -> bool:
+        """Return whether the file's header is still what it was when it was opened. Raises OSError."""
+        return self._read_header() == self.shape.header
 
     def write(self, slot: int, payload: memoryview, record: Stored) -> int:
         """Write a slot, then its record, and return the digest. Raises OSError; the slot is empty then."""
@@ -170,7 +184,11 @@ class Slab:
         """Return a slot's record as it is now, or None where it is incomplete or empty. Raises OSError."""
         record = bytearray(_RECORD.size)
         self._pread(memoryview(record), _record_at(slot))
-        return _unpacked(slot, memoryview(record))
+        return unpacked(slot, memoryview(record))
+
+    def has_changed(self, slot: int, digest: int) -> bool:
+        """Return whether another process has changed the slot since its digest was known: nobody may."""
+        return False
 
     def read(self, slot: int, buffer: memoryview) -> None:
         self._pread(buffer, self._at(slot))
@@ -297,6 +315,25 @@ def looking_at(path: Path) -> Iterator[tuple[Slab | None, bool]]:
         os.close(fd)
 
 
+def open_to_read(path: Path, calls: FileCalls) -> Slab | None:
+    """Open another rank's file without a lock.
+
+    Returns None where it is not a slab of this format, or where other users may have written it. Raises
+    OSError.
+    """
+    fd = os.open(path, _LOOK)
+    try:
+        status, shape = os.fstat(fd), SlabShape.read(os.pread(fd, _HEADER.size, 0))
+        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        if shape is not None and is_ours and not status.st_mode & 0o022:
+            return Slab(str(path), fd, shape, calls)
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
 def remove(path: Path) -> bool:
     """Remove a rank's file, and its directory if that is empty then.
 
@@ -382,7 +419,7 @@ def _packed(stored: Stored) -> bytes:
     return _RECORD.pack(*fields, digest_of(memoryview(record)[:_RECORDED]))
 
 
-def _unpacked(slot: int, record: memoryview) -> Stored | None:
+def unpacked(slot: int, record: memoryview) -> Stored | None:
     key, parent_key, block_hash, digest, sequence, own_digest = _RECORD.unpack(record)
     if digest_of(record[:_RECORDED]) != own_digest:
         return None

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from services.process.iteration_watch import LOOKS, IterationWatch, stack_of
-from services.tier.copies import Copy, LoadCopy, ReadAhead, Staging
-from services.tier.slab import FileCalls, Slab
+from services.tier.copies import Copy, LoadCopy, Look, ReadAhead, Slots, Staging
+from services.tier.slab import FileCalls
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class TierThread:
-    def __init__(self, slabs: Sequence[Slab], staging: Staging, done: Callable[[Copy], None]) -> None:
+    def __init__(self, slabs: Sequence[Slots], staging: Staging, done: Callable[[Copy], None]) -> None:
         """`done` is called on this thread with each copy that has ended; it must neither raise nor wait."""
         self._slabs = slabs
         self._staging = staging
@@ -53,7 +53,7 @@ class TierThread:
 
     def submit(self, copy: Copy) -> bool:
         match copy:
-            case LoadCopy():
+            case LoadCopy() | Look():
                 queue, most = self._reads, _MOST_READS
             case ReadAhead():
                 queue, most = self._ahead, _MOST_AHEAD

@@ -149,6 +149,9 @@ BY_TEMPLATE = {
     "a limit on writes to no file": (
         {"decode": {"flags": {"kv-tier-write-mbps": 50}} | MEMORY_TIER}, "limits decode.tiers.file"
     ),
+    "files of others beside none of its own": (
+        {"decode": {"flags": {"kv-tier-shared": "on"}} | MEMORY_TIER}, "-shared reads decode.tiers.file"
+    ),
     "tiers of no cache": (
         {"prefill": {"flags": {"prefill-cache": "off"}} | FILE_TIER}, "prefill.flags.prefill-cache has"
     ),

@@ -138,6 +138,7 @@ def test_what_cannot_work_is_refused(subtests):
         {"kv_tier": ("memory",)},
         {"kv_tier": ("memory:1MiB",), "kv_tier_write_mbps": 1.0},
         {"kv_tier": ("/tiers:1MiB",), "kv_tier_write_mbps": 0.0},
+        {"kv_tier": ("memory:1MiB",), "kv_tier_shared": "on"},
         {"worker": "../elsewhere"},
         {"pull": "off", "engine": "sglang", "model": "m"},
         {"protected_cache_share": 1.5},

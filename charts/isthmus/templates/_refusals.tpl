@@ -112,6 +112,9 @@
 {{- if and (hasKey $worker.flags "kv-tier-write-mbps") (not $file.size) -}}
 {{- fail (printf "%s.flags.kv-tier-write-mbps limits %s.tiers.file, which has no size" .role .role) -}}
 {{- end -}}
+{{- if and (has (index $worker.flags "kv-tier-shared" | default "off" | toString) (list "on" "true")) (not $file.size) -}}
+{{- fail (printf "%s.flags.kv-tier-shared reads %s.tiers.file, which has no size" .role .role) -}}
+{{- end -}}
 {{- if or $worker.tiers.memory $file.size -}}
 {{- if eq $worker.engine "sglang" -}}
 {{- fail (printf "%s.tiers is for engine torch: SGLang has its own way with that" .role) -}}

@@ -39,6 +39,7 @@ class TierCounts:
     tokens_up: int = 0
     tokens_down: int = 0
     tokens_ahead: int = 0  # Files were read for them before it was their request's turn.
+    tokens_shared: int = 0  # They were among those up, and read from other ranks' files.
     bytes_up: int = 0
     bytes_down: int = 0
     file_bytes: int = 0  # These were written to files, from the pool or from a tier above.

@@ -7,6 +7,9 @@
     down    free pages run short: all that is cached, in order of eviction, each block after its parent
               --> copied by the tier's thread, while the pages stay evictable (storing.py)
 
+Where ranks share a directory of files, what others keep there is read likewise, and never written. Where its
+own tiers lack anything, a sequence waits a moment for a look at what they keep (services/tier/shared.py).
+
 A sequence that fills has its pages, like one that computes; the tier's thread writes those that it shares
 with nobody. A sequence that shares a prefix which is being read waits for that read, and then matches the
 tree. So there is one read, and nobody waits in a chain.
@@ -24,11 +27,23 @@ from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
 from services.engine.paged.storing import Storing, TierCounts, TierHealth
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tiers.books import Block, TierBooks
+from services.kv.tiers.books import Block, Place, SlotState, TierBooks
 from services.kv.tiers.tier_keys import keys_of, scope
 from services.kv.tiers.wait_or_cut import Left
 from services.kv.tiers.write_budget import WriteBudget
-from services.tier.copies import Clock, Copy, CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, ReadAhead, Store
+from services.tier.copies import (
+    Clock,
+    Copy,
+    CopyPace,
+    CopyPiece,
+    LoadCopy,
+    LoadEnd,
+    Look,
+    Move,
+    ReadAhead,
+    Store,
+)
+from services.tier.shared import SharedFiles
 from services.tier.thread import TierThread
 from services.values.kv import KvLayout
 from services.values.rank_reports import RankLoad
@@ -40,6 +55,8 @@ _TICKET_WAITS_S = 10.0
 # needs, and not for long.
 _READ_AHEAD_FOR = 8
 _MOST_AHEAD_BYTES = 1 << 30
+_LOOK_AGAIN_S = 0.5  # A look at what others keep is as good as new for so long.
+_LOOK_WAITS_S = 0.05  # Nobody waits longer for a look.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +70,7 @@ class FillHooks:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """A sequence waits for a read: for its own, or for another sequence's (`behind`)."""
+    """A sequence waits for a read, its own or another sequence's, or for a look (`behind`)."""
 
     seq: EngineSequence
     deadline_s: float
@@ -61,7 +78,7 @@ class Fill:
     load: LoadCopy | None = None
     first_block: int = 0
     read_s: float = 0.0  # It is the predicted duration of its own read.
-    behind: "Fill | None" = None
+    behind: "Fill | Look | None" = None
     is_over: bool = False
 
 
@@ -78,11 +95,12 @@ class Tiering:
         clock: Clock,
         wake: Callable[[], None],
         budget: WriteBudget | None = None,
+        shared: SharedFiles | None = None,
     ) -> None:
         """`start` begins the thread, which reports each finished copy to the function that `start` was given.
 
         `wake` is then called from that thread, and is to have `turn` called. Pages are stored once fewer than
-        `room_pages` are free.
+        `room_pages` are free. To the thread `shared` is one more tier, behind those of the books.
         """
         self.books = books
         self.counts = TierCounts()
@@ -94,7 +112,11 @@ class Tiering:
         self._num_slots = tuple(num_slots)
         self._clock = clock
         self._wake = wake
-        self._health = TierHealth(len(self._num_slots), self.counts, clock)
+        self._shared = shared
+        self._shared_tier = len(self._num_slots)
+        self._look: Look | None = None
+        self._looked_s = -_LOOK_AGAIN_S
+        self._health = TierHealth(self._shared_tier + (shared is not None), self.counts, clock)
         self._ended: SimpleQueue[Copy] = SimpleQueue()
         self._fills: dict[EngineSequence, Fill] = {}
         self._reading: dict[bytes, Fill] = {}
@@ -138,6 +160,10 @@ class Tiering:
         return True
 
     @property
+    def _in_files(self) -> tuple[bool, ...]:
+        return (*self.books.in_files, True)
+
+    @property
     def _computed_per_s(self) -> float:
         assert self._hooks is not None
         return self._hooks.load().prefill_tokens_per_s
@@ -147,7 +173,7 @@ class Tiering:
 
         A source is guessed to write half as fast as a tier reads.
         """
-        blocks = [] if self.is_lost else self._trusted(self.books.find(self._wanted(seq)))
+        blocks = [] if self.is_lost else self._trusted(self._find(self._wanted(seq)))
         depth = len(blocks) * self._block_tokens
         left = self._left(blocks[held // self._block_tokens :], self._computed_per_s)
         if depth <= held or not left.is_worth_reading:
@@ -161,11 +187,14 @@ class Tiering:
         first, keys = seq.computed // self._block_tokens, self._wanted(seq)
         if len(keys) <= first:
             return False
-        blocks = self._trusted(self.books.find(keys)[first:])
+        blocks = self._trusted(self._find(keys)[first:])
+        if may_wait and first + len(blocks) < len(keys) and self._waits_for_look(seq, now_s):
+            return True
         self._count_look_up(seq, bool(blocks), may_wait)
         if not blocks:
             return False
-        self.books.use(blocks[-1])
+        if own := [block for block in blocks if block.place.tier != self._shared_tier]:
+            self.books.use(own[-1])
         if may_wait and (other := self._reading.get(blocks[0].key)) is not None:
             self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, other.deadline_s - now_s), behind=other)
             return True
@@ -183,6 +212,35 @@ class Tiering:
         for key in fill.keys:
             self._reading.setdefault(key, fill)
         return True
+
+    def _find(self, keys: Sequence[bytes]) -> list[Block]:
+        """Return the blocks of these keys that its own tiers hold, and those behind that others keep."""
+        found = self.books.find(keys)
+        if self._shared is None:
+            return found
+        for key in keys[len(found) :]:
+            if (seen := self._shared.find(key)) is None:
+                break
+            place = Place(self._shared_tier, seen.slot)
+            found.append(Block(key, None, 0, place, 0, SlotState.HELD, seen.digest))
+        return found
+
+    def _waits_for_look(self, seq: EngineSequence, now_s: float) -> bool:
+        """Begin a look at what others keep, if the last one is old; return whether `seq` waits for it."""
+        if self._shared is None or self._health.is_off(self._shared_tier):
+            return False
+        if self._look is None:
+            look = Look(self._shared, self._shared_tier)
+            if now_s - self._looked_s < _LOOK_AGAIN_S or not self.thread.submit(look):
+                return False
+            self._look = look
+        self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, _LOOK_WAITS_S), behind=self._look)
+        return True
+
+    def _note_look(self, look: Look) -> None:
+        self._look, self._looked_s, look.is_over = None, self._clock(), True
+        if look.error is not None:
+            self._health.note_error(self._shared_tier, str(look.error), reading=True)
 
     def _count_look_up(self, seq: EngineSequence, found: bool, is_first: bool) -> None:
         if is_first and seq.retractions == 0:
@@ -205,9 +263,9 @@ class Tiering:
 
     def _read_ahead(self, seq: EngineSequence, most_bytes: int) -> None:
         cached_pages = seq.lookup.cached_pages if seq.lookup is not None else 0
-        found = self._trusted(self.books.find(self._wanted(seq)))[cached_pages // self._block_pages :]
+        found = self._trusted(self._find(self._wanted(seq)))[cached_pages // self._block_pages :]
         worth = found if self._left(found, self._computed_per_s).is_worth_reading else ()
-        in_files = [block.place for block in worth if self.books.in_files[block.place.tier]]
+        in_files = [block.place for block in worth if self._in_files[block.place.tier]]
         places = in_files[: most_bytes // self._block_bytes]
         if not places or self.thread.submit(ReadAhead(places)):
             seq.ahead_bytes = len(places) * self._block_bytes
@@ -254,6 +312,8 @@ class Tiering:
                     self.storing.note_store(copy)
                 case Move():
                     self.storing.note_move(copy)
+                case Look():
+                    self._note_look(copy)
                 case ReadAhead() if copy.error is not None:
                     assert copy.at_tier is not None
                     self._health.note_error(copy.at_tier, str(copy.error), reading=True)
@@ -279,7 +339,7 @@ class Tiering:
         self._hooks.offer(seq)
         if fill.behind is not None:
             self._hooks.catch_up(seq)
-            self.enter(seq, may_wait=False)
+            self.enter(seq, may_wait=isinstance(fill.behind, Look) and fill.behind.is_over)
         if seq.phase is Phase.RECEIVING and seq not in self._fills:
             self._hooks.report(seq)
 
@@ -321,7 +381,8 @@ class Tiering:
         if not self.thread.submit(load):
             return False
         for block in blocks:  # This thread notes later that the read has ended.
-            self.books.begin_read(block)
+            if block.place.tier != self._shared_tier:
+                self.books.begin_read(block)
         return True
 
     def _end(self, fill: Fill) -> None:
@@ -336,7 +397,13 @@ class Tiering:
     def _note_load(self, load: LoadCopy) -> None:
         is_bad = load.end in (LoadEnd.CORRUPT, LoadEnd.FAILED)
         for index, piece in enumerate(load.pieces):
-            self.books.end_read(piece.block, good=not (is_bad and index == load.num_done))
+            is_good = index != load.num_done or not (is_bad or load.end is LoadEnd.GONE)
+            if piece.place.tier != self._shared_tier:
+                self.books.end_read(piece.block, good=is_good)
+            elif index < load.num_done:
+                self.counts.tokens_shared += self._block_tokens
+            elif not is_good and self._shared is not None:
+                self._shared.forget(piece.block.key)
         self.counts.loads[load.end.value] = self.counts.loads.get(load.end.value, 0) + 1
         for tier, num_bytes in load.read_bytes.items():
             self.counts.bytes_up += num_bytes
@@ -366,7 +433,7 @@ class Tiering:
     def rated(self, load: RankLoad) -> RankLoad:
         """Return the load with how fast the tiers are read. Any thread may call it."""
         rates = {False: 0.0, True: 0.0}
-        for in_files, trust in zip(self.books.in_files, self._health.trust, strict=True):
+        for in_files, trust in zip(self._in_files, self._health.trust, strict=False):
             known = [rate for rate in (rates[in_files], trust.bytes_per_s) if rate]
             rates[in_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
         told = (rates[False], rates[True], self._is_off)

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
 from services.tier.copies import Clock, LoadEnd, Staging
+from services.tier.shared import SharedFiles
 from services.tier.slab import (
     FileCalls,
     Slab,
@@ -82,6 +83,7 @@ class TierSettings:
     calls: FileCalls = field(default_factory=FileCalls)
     call_limit_s: float = 120.0  # A disk that answers none within this is done without from the start.
     write_bytes_per_s: float = math.inf  # To all files together.
+    shares: bool = False  # It reads what other ranks keep in the same directory.
 
     @property
     def memory_bytes(self) -> int:
@@ -107,6 +109,8 @@ def open_tiers(
         return None, 0
     layout, drafts = runner.layout, runner.draft is not None
     check_tiers(carries=bool(layout.carried), drafts=drafts, on_gpu=runner.memory.kind != "DRAM")
+    if settings.shares and layout.carried:
+        raise ConfigError("--kv-tier-shared: a model with windows or states reads its own files alone")
     with ExitStack() as opened:
         found, in_files = list[_Opened](), list[bool]()
         for place in settings.places:
@@ -126,11 +130,12 @@ def open_tiers(
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
         event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
+        shared = _others_files(settings, found, in_files)
         staging = Staging(slabs[0].shape.slot_bytes, layout.page_bytes, runner.memory)
         opened.pop_all()
     tiering = Tiering(
         books,
-        lambda done: TierThread(slabs, staging, done),
+        lambda done: TierThread([*slabs, *([shared] if shared is not None else [])], staging, done),
         cache,
         layout,
         index_block,
@@ -139,8 +144,19 @@ def open_tiers(
         clock,
         wake,
         WriteBudget(settings.write_bytes_per_s, clock()),
+        shared,
     )
     return tiering, num_left_out
+
+
+def _others_files(
+    settings: TierSettings, found: Sequence[_Opened], in_files: Sequence[bool]
+) -> SharedFiles | None:
+    """Return what other ranks keep in the directory of the nearest tier that is a file."""
+    own = next((slab for (slab, _), is_file in zip(found, in_files, strict=True) if is_file), None)
+    if not settings.shares or own is None:
+        return None
+    return SharedFiles(Path(own.name).parent.parent, settings.rank, own.shape, settings.calls)
 
 
 def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) -> _Opened | None:
@@ -179,7 +195,8 @@ def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[M
     )
     tokens = CounterMetricFamily(
         "isthmus_tier_tokens",
-        "Tokens whose KV these bytes are; ahead: of those in files that were read while a request waited.",
+        "Tokens whose KV these bytes are; ahead: of those in files that were read while a request waited; "
+        "shared: of those up that other ranks' files had.",
         labels=["direction"],
     )
     lookups = CounterMetricFamily(
@@ -190,7 +207,8 @@ def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[M
     reads = CounterMetricFamily(
         "isthmus_tier_reads",
         "Reads of prefixes by their end: whole; stopped (late, or the request ended); slow (computing was "
-        "faster); corrupt (a digest differs); failed (an I/O error).",
+        "faster); corrupt (a digest differs); failed (an I/O error); gone (its owner, another "
+        "rank, has overwritten it).",
         labels=["end"],
     )
     written = CounterMetricFamily(
@@ -217,6 +235,7 @@ def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[M
     if counts is not None:
         _add(moved, {"down": counts.bytes_down, "up": counts.bytes_up})
         _add(tokens, {"down": counts.tokens_down, "up": counts.tokens_up, "ahead": counts.tokens_ahead})
+        _add(tokens, {"shared": counts.tokens_shared})
         _add(lookups, {"hit": counts.hits, "miss": counts.misses})
         _add(reads, {end.value: counts.loads.get(end.value, 0) for end in LoadEnd})
         written.add_metric([], counts.file_bytes)

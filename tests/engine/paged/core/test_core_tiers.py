@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,11 +12,12 @@ from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.kv.tiers.books import SlotState, TierBooks
-from services.kv.tiers.tier_keys import keys_of, layout_id, scope
+from services.kv.tiers.books import SlotState, Stored, TierBooks
+from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
 from services.tier.copies import LoadCopy, Move, Staging, Store
+from services.tier.shared import SharedFiles
 from services.tier.slab import FileCalls, SlabShape
 from services.values.rank_reports import RankLoad
 
@@ -33,7 +35,7 @@ class ByHand:
 
     @property
     def num_writes(self):
-        return sum(not isinstance(copy, LoadCopy) for copy in self.waiting)
+        return sum(isinstance(copy, Store | Move) for copy in self.waiting)
 
     def submit(self, copy):
         takes = self.takes and len(self.waiting) < self.most
@@ -49,24 +51,29 @@ class ByHand:
 
 
 class TieredRank(Rank):
-    def __init__(self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), budget=None, **rank):
-        """`tiers` are another life's slabs."""
+    def __init__(
+        self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), budget=None, shared=None, **rank
+    ):
+        """`tiers` are another life's slabs; `shared` is a directory of its own file and others', and its name."""
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
         self.read_ahead = []
         self.told = set()  # as who follows the events knows what its tiers hold
         layout, memory, cache = self.runner.layout, self.runner.memory, self.core.cache
         block_bytes = BLOCK // PAGE * layout.page_bytes
-        self.slabs = tiers or [
-            slabs.open_memory(None, SlabShape(layout_id(layout, BLOCK), block_bytes, count), self.calls())
-            for count in num_slots
-        ]
+        shapes = [SlabShape(layout_id(layout, BLOCK), block_bytes, count) for count in num_slots]
+        self.slabs = tiers or [slabs.open_memory(None, shape, self.calls()) for shape in shapes]
+        others = None
+        if shared is not None:
+            self.slabs, in_files = [slabs.open_file(*shared, shapes[0], self.calls())], (True,)
+            others = SharedFiles(shared[0] / shapes[0].layout_id.hex(), shared[1], shapes[0], self.calls())
         books = TierBooks(num_slots, in_files)
         books.load([slab.records() for slab in self.slabs])
         staging = Staging(block_bytes, layout.page_bytes, memory)
+        self.others = others
         self.tiers = self.core.tiers = Tiering(
             *(books, lambda done: self._begin(staging, done), cache, layout, BLOCK, num_slots),
-            *(num_pages // 2, self._clock, lambda: None, budget),
+            *(num_pages // 2, self._clock, lambda: None, budget, others),
         )
         core = self.core
         hooks = FillHooks(core._publish, core._offer, core._catch_up, core._reserve, core.load)
@@ -80,7 +87,9 @@ class TieredRank(Rank):
         self.told -= set(events.removed)
 
     def _begin(self, staging, done):
-        self.thread = ByHand(self.slabs, staging, done)
+        self.thread = ByHand(
+            [*self.slabs, *([self.others] if self.others is not None else [])], staging, done
+        )
         return self.thread
 
     def calls(self):
@@ -269,6 +278,58 @@ def test_no_more_is_written_to_a_file_than_the_budget_allows_and_nobody_waits_fo
             rank.turn()
             rank.turn()  # what was written is noted
             assert counts.file_bytes == written + block_bytes, "and it is not due before"
+
+
+def test_what_another_rank_keeps_in_its_file_is_read_and_not_computed(tmp_path, subtests):
+    prompt = prompt_of(1, 40)
+    owner = with_stored(prompt, shared=(tmp_path, "d.0"))
+    blocks = owner.tiers.books.find(keys_of(scope(owner.runner.layout, BLOCK, ""), prompt, BLOCK))
+
+    def other(prompt=prompt, name="d.1"):
+        rank = TieredRank(shared=(tmp_path, name))
+        assert rank.generate(prompt) == continuation(prompt, 3)
+        return rank, rank.tiers.counts
+
+    with subtests.test("the first four blocks, and a neighbour that was never seen before"):
+        rank, counts = other()
+        assert (counts.tokens_shared, counts.hits, counts.loads) == (4 * BLOCK, 1, {"whole": 1})
+        assert rank.computed_tokens == 40 - 4 * BLOCK + 2
+    with subtests.test("what came from another is stored as what was computed is"):
+        rank.fill_pool(2)
+        assert len(rank.tiers.books.find([block.key for block in blocks])) >= 4
+        rank.slabs[0].close()
+        shutil.rmtree(tmp_path / rank.slabs[0].shape.layout_id.hex() / "d.1")
+    with subtests.test("a prompt that nobody keeps waits for one look alone"):
+        _, counts = other(prompt_of(9, 40), "d.2")
+        assert (counts.tokens_shared, counts.misses, counts.errors) == (0, 1, 0)
+    with subtests.test("an owner that overwrites the third block costs what is behind it, and is no error"):
+        rank = TieredRank(shared=(tmp_path, "d.3"))
+        rank.others.look()
+        other_key = b"other key, 16 by"
+        record = Stored(blocks[2].place.slot, other_key, ROOT, 7, 0, 1_000)
+        owner.slabs[0].write(record.slot, memoryview(bytes(owner.slabs[0].shape.slot_bytes)), record)
+        rank.tiers._looked_s = rank.now + 1  # The look is as good as new.
+        assert rank.generate(prompt) == continuation(prompt, 3)
+        counts = rank.tiers.counts
+        assert (counts.tokens_shared, counts.loads, counts.errors) == (2 * BLOCK, {"gone": 1}, 0)
+    with subtests.test("a flipped byte is another rank's disk that fails, and is computed"):
+        slab = owner.slabs[0]
+        at = slab.shape.slots_at + blocks[1].place.slot * slab.shape.slot_bytes + 3
+        flipped = os.pread(slab._fd, 1, at)[0] ^ 1
+        os.pwrite(slab._fd, bytes([flipped]), at)
+        _, counts = other(name="d.4")
+        assert (counts.tokens_shared, counts.loads, counts.errors) == (BLOCK, {"corrupt": 1}, 1)
+
+
+def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
+    rank, prompt = TieredRank(shared=(tmp_path, "d.1")), prompt_of(1, 40)
+    seq = rank.submit(prompt, 3)
+    rank.step()
+    assert seq.phase is Phase.FILLING and rank.tiers.idle_s <= 0.05
+    rank.now += 0.05
+    while seq not in rank.finished:
+        rank.step()  # The disk never answers.
+    assert rank.tokens[seq] == continuation(prompt, 3)
 
 
 def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():

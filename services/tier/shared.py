@@ -1,0 +1,182 @@
+"""Ranks with one directory of --kv-tier may read what the others keep there; only its owner writes a file.
+
+    engine's thread   find: which slot had this key at the last look
+    tier's thread     look: list the files, read the tables of those that have changed
+                      read: a slot, whose digest is compared with that of its record
+
+A key names layout, salt and tokens, so a block is the same whoever has computed it. An owner may overwrite a
+slot at any time, begin another life, or be gone: its file outlives it. It empties a slot's record before it
+writes the slot, so bytes with another digest than their record are torn, or the record is another one by now.
+
+Rule 1: a file is read only where no other user may have written it.
+Rule 2: a file that was removed or made anew is noticed at the next look. Until then its slots have other
+        digests.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from services.kv.tiers.books import Stored
+from services.tier.slab import RECORD_BYTES, FileCalls, Slab, SlabShape, open_to_read, slab_files, unpacked
+from services.values.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 * RECORD_BYTES
+_MOST_RECORDS = 8_192  # A look takes in so many changed records of a file; the next look takes in more.
+_MOST_FILES = 64
+_CLOCK_TICK_NS = 50_000_000  # A file that has just changed may change again at the same time by its clock.
+
+
+class SlotGone(Exception):
+    """The slot's file was removed or made anew."""
+
+
+class Seen(NamedTuple):
+    slot: int  # It counts the slots of all files that were ever open.
+    digest: int
+
+
+@dataclass(slots=True)
+class _File:
+    slab: Slab
+    first_slot: int
+    inode: int
+    changed_ns: int = 0  # All records are known as they were then.
+    table: bytearray = field(default_factory=bytearray)
+    records: dict[int, Stored] = field(default_factory=dict)
+
+
+class SharedFiles:
+    """`find` and `forget` are for any thread, the other methods for the tier's thread."""
+
+    def __init__(self, layout_directory: Path, own_rank: str, shape: SlabShape, calls: FileCalls) -> None:
+        self._directory = layout_directory
+        self._own_rank = own_rank
+        self._shape = shape
+        self._calls = calls
+        self._files: dict[Path, _File] = {}
+        self._failing: set[Path] = set()
+        self._next_slot = 0
+        self._seen: dict[bytes, Seen] = {}
+
+    def __repr__(self) -> str:
+        return f"SharedFiles(files={len(self._files)} blocks={len(self._seen)})"
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def find(self, key: bytes) -> Seen | None:
+        return self._seen.get(key)
+
+    def forget(self, key: bytes) -> None:
+        """Note that a block is not what the last look said."""
+        self._seen.pop(key, None)
+
+    def look(self) -> None:
+        """Learn what has changed. A file that fails is done without, and said once. Raises OSError."""
+        paths = [path for path in slab_files(self._directory) if path.parent.name != self._own_rank]
+        for path in self._files.keys() - set(paths[:_MOST_FILES]):
+            self._drop(path)
+        for path in paths[:_MOST_FILES]:
+            try:
+                self._look_at(path)
+                self._failing.discard(path)
+            except OSError as error:
+                self._drop(path)
+                if path not in self._failing:
+                    self._failing.add(path)
+                    log.warning("kv_tier_shared_fails where=%s why=%s", path, error.strerror)
+
+    def read(self, slot: int, buffer: memoryview) -> None:
+        """Raises SlotGone and OSError."""
+        file = self._file_of(slot)
+        file.slab.read(slot - file.first_slot, buffer)
+
+    def read_ahead(self, slot: int) -> None:
+        """Raises SlotGone and OSError."""
+        file = self._file_of(slot)
+        file.slab.read_ahead(slot - file.first_slot)
+
+    def has_changed(self, slot: int, digest: int) -> bool:
+        """Return whether the owner has changed the slot since its digest was known. Raises as `read` does."""
+        file = self._file_of(slot)
+        record = file.slab.record(slot - file.first_slot)
+        return record is None or record.digest != digest
+
+    def write(self, slot: int, payload: memoryview, record: Stored) -> int:
+        raise ProtocolError(f"slot {slot} is another rank's, which alone writes it")
+
+    def close(self) -> None:
+        for path in tuple(self._files):
+            self._drop(path)
+
+    def _look_at(self, path: Path) -> None:
+        status, file = path.stat(follow_symlinks=False), self._files.get(path)
+        if file is not None and (file.inode != status.st_ino or not file.slab.has_its_shape):
+            self._drop(path)
+            file = None
+        if file is None:
+            if (file := self._open(path)) is None:
+                return
+        elif file.changed_ns == status.st_mtime_ns:
+            return
+        is_settled = time.time_ns() - status.st_mtime_ns > _CLOCK_TICK_NS
+        file.changed_ns = status.st_mtime_ns if self._take_in(file) and is_settled else 0
+
+    def _open(self, path: Path) -> _File | None:
+        slab = open_to_read(path, self._calls)
+        if slab is None:
+            return None
+        if (slab.shape.layout_id, slab.shape.slot_bytes) != (self._shape.layout_id, self._shape.slot_bytes):
+            slab.close()
+            return None
+        file = self._files[path] = _File(slab, self._next_slot, slab.inode)
+        file.table = bytearray(slab.shape.num_slots * RECORD_BYTES)
+        self._next_slot += slab.shape.num_slots
+        return file
+
+    def _take_in(self, file: _File) -> bool:
+        """Take in the records that have changed, and return whether these were all."""
+        new, num_taken = file.slab.table(), 0
+        for slot in _changed_slots(file.table, new):
+            if num_taken == _MOST_RECORDS:
+                return False
+            at, num_taken = slice(slot * RECORD_BYTES, (slot + 1) * RECORD_BYTES), num_taken + 1
+            file.table[at] = new[at]
+            self._forget_slot(file, slot)
+            if (stored := unpacked(slot, memoryview(new)[at])) is not None:
+                file.records[slot] = stored
+                self._seen[stored.key] = Seen(file.first_slot + slot, stored.digest)
+        return True
+
+    def _forget_slot(self, file: _File, slot: int) -> None:
+        stored = file.records.pop(slot, None)
+        seen = self._seen.get(stored.key) if stored is not None else None
+        if stored is not None and seen is not None and seen.slot == file.first_slot + slot:
+            self._seen.pop(stored.key, None)
+
+    def _drop(self, path: Path) -> None:
+        if (file := self._files.pop(path, None)) is not None:
+            file.slab.close()
+            for slot in tuple(file.records):
+                self._forget_slot(file, slot)
+
+    def _file_of(self, slot: int) -> _File:
+        for file in self._files.values():
+            if file.first_slot <= slot < file.first_slot + file.slab.shape.num_slots:
+                return file
+        raise SlotGone
+
+
+def _changed_slots(old: bytearray, new: bytearray) -> Iterator[int]:
+    for start in range(0, len(new), _CHUNK_BYTES):
+        if old[start : start + _CHUNK_BYTES] == new[start : start + _CHUNK_BYTES]:
+            continue
+        for at in range(start, min(start + _CHUNK_BYTES, len(new)), RECORD_BYTES):
+            if old[at : at + RECORD_BYTES] != new[at : at + RECORD_BYTES]:
+                yield at // RECORD_BYTES
