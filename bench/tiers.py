@@ -13,6 +13,8 @@ conversation comes again. TTFT counts from the submission.
     agents 10x, file   the same, with as many conversations as that takes
     slow tier          reads take twice as long as computing the same tokens: nothing may be slower
     all fits           .8 times the pool: nothing may be stored, and nothing may be slower
+    moved, file        each turn of a conversation comes to another of three ranks of a side, which all have
+                       their files in one directory. Only those of the side "with" read each other's
     restart            both ranks are stopped and started again; the memory of the tier is held meanwhile
     router knows       two clusters of 4 decode ranks of the fake engine (.5 ms a token), each with a tier,
                        whose pools hold a third of the conversations; the requests name no conversation. The
@@ -64,6 +66,7 @@ class Cell:
     in_file: bool = False
     restarts: bool = False
     is_slow: bool = False
+    moves: bool = False
 
 
 KNOWS = Cell("router knows", 3.0, 3.0)
@@ -72,6 +75,7 @@ CELLS = (
     Cell("agents 3x", 3.0, 5.0),
     Cell("agents 3x, file", 3.0, 3.0, in_file=True),
     Cell("agents 10x, file", 10.0, 3.0, in_file=True),
+    Cell("moved, file", 3.0, 3.0, in_file=True, moves=True),
     Cell("slow tier", 3.0, 0.97, is_slow=True),
     Cell("all fits", 0.8, 0.98),
     Cell("restart", 1.3, 5.0, restarts=True),
@@ -118,14 +122,16 @@ class Side:
     """A rank, and what it answered."""
 
     settings: EngineConfig
-    tier_bytes: int = 0
+    index: int = 0
     ttft_s: list[float] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
     reused: int = 0
     prompted: int = 0
 
     async def start(self) -> None:
-        self.engine = decode_engine(self.settings, RankId("bench", 0, Generation(secrets.randbits(64))))
+        self.engine = decode_engine(
+            self.settings, RankId("bench", self.index, Generation(secrets.randbits(64)))
+        )
         await self.engine.start()
 
     async def stop(self) -> None:
@@ -247,28 +253,52 @@ async def measure(cell: Cell, load: Load, model: Path, directory: Path, threads:
     fd = os.memfd_create("bench-tier")
     where = f"{directory}/{secrets.token_hex(4)}" if cell.in_file else "memory"
     tier = {"kv_tier": (f"{where}:2GiB",), "kv_tier_fd": None if cell.in_file else fd}
-    sides = {"without": Side(settings), "with": Side(replace(settings, **tier))}  # type: ignore[arg-type]
-    for side in sides.values():
+    tiered: EngineConfig = replace(settings, **tier)  # type: ignore[arg-type]
+    apart: EngineConfig = replace(tiered, kv_tier=(f"{where}-apart:2GiB",)) if cell.moves else settings
+    tiered = replace(tiered, kv_tier_shared="on") if cell.moves else tiered
+    count = 1 + load.turns if cell.moves else 1
+    ranks = {
+        name: [Side(config, index) for index in range(count)]
+        for name, config in zip(SIDES, (apart, tiered), strict=True)
+    }
+    every = [side for sides in ranks.values() for side in sides]
+    for side in every:
         await side.start()
     rng = random.Random(seed)
     contexts = [_ids(rng, load.context) for _ in range(load.conversations)]
     for number, context in enumerate(contexts):
-        contexts[number] = await _turn(sides, SIDES, context, load, rng, measured=False)
+        contexts[number] = await _turn(_at(ranks, 0), SIDES, context, load, rng, measured=False)
     if cell.is_slow:
-        ThrottledConfig.throttle.delay_s = 2 * BLOCK / sides["with"].engine.load().prefill_tokens_per_s
+        rate = ranks["with"][0].engine.load().prefill_tokens_per_s
+        ThrottledConfig.throttle.delay_s = 2 * BLOCK / rate
     for turn in range(load.turns):
         if cell.restarts:
-            for side in sides.values():
+            for side in every:
                 await side.stop()
                 await side.start()
         for number, context in enumerate(contexts):
             order = SIDES if (turn + number) % 2 == 0 else SIDES[::-1]
-            contexts[number] = await _turn(sides, order, context, load, rng, measured=True)
-    stored = sides["with"].counted("isthmus_tier_bytes")
-    for side in sides.values():
+            contexts[number] = await _turn(_at(ranks, 1 + turn), order, context, load, rng, measured=True)
+    stored = sum(side.counted("isthmus_tier_bytes") for side in ranks["with"])
+    for side in every:
         await side.stop()
     os.close(fd)
-    return _row(cell, sides, stored)
+    return _row(cell, {name: _together(sides) for name, sides in ranks.items()}, stored)
+
+
+def _at(ranks: dict[str, list[Side]], turn: int) -> dict[str, Side]:
+    return {name: sides[turn % len(sides)] for name, sides in ranks.items()}
+
+
+def _together(sides: Sequence[Side]) -> Side:
+    """Return what all the ranks of a side have answered, as if one had."""
+    whole = Side(sides[0].settings)
+    for side in sides:
+        whole.ttft_s += side.ttft_s
+        whole.answers += side.answers
+        whole.reused += side.reused
+        whole.prompted += side.prompted
+    return whole
 
 
 async def _turn(

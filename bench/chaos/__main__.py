@@ -3,11 +3,11 @@
     python -m bench.chaos --minutes 5 --seed 1 --json FILE
 
 Two prefill workers, two decode workers of two ranks each, two routers and three etcd members, each a process
-of its own, the ranks under their supervisors, each with a small tier in memory and one in a file. Clients
-hold conversations over gRPC and HTTP, greedy and sampled; some leave before the end. Who computes pulls
-whatever another rank holds more of a prompt. Meanwhile processes are killed, stopped, drained and told to
-end, and files of tiers are spoilt, in waves (bench/chaos/schedule.py): after each the cluster must mend
-itself, and has some quiet. Who was killed is started again, as Kubernetes would.
+of its own, the ranks under their supervisors, each with a small tier in memory and one in a file, which all
+may read. Clients hold conversations over gRPC and HTTP, greedy and sampled; some leave before the end. Who
+computes pulls whatever another rank holds more of a prompt. Meanwhile processes are killed, stopped, drained
+and told to end, and files of tiers are spoilt, in waves (bench/chaos/schedule.py): after each the cluster
+must mend itself, and has some quiet. Who was killed is started again, as Kubernetes would.
 
 A request whose router was killed has lost its connection: its client asks another router, which counts as
 retried. Any other error is an answer lost, for in every wave a rank of each role and a router are left alone.

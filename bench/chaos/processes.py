@@ -354,7 +354,7 @@ def rank_flags(engine: str, transport: str, tiers: Path) -> tuple[str, ...]:
     in_memory, in_files = _TIER_SIZES[engine]
     return (
         *(*_RANK_FLAGS, *_ENGINE_FLAGS[engine], f"--transport={transport}"),
-        *(f"--kv-tier={in_memory}", f"--kv-tier={tiers}:{in_files}"),
+        *(f"--kv-tier={in_memory}", f"--kv-tier={tiers}:{in_files}", "--kv-tier-shared=on"),
     )
 
 

@@ -74,7 +74,8 @@ async def judged_run(settings: Settings, folder: Path, log: Path | None, say: Sa
         books=books,
         handed_tokens=processes.handed_tokens,
         found_tokens=processes.found_tokens,
-        read_tokens=sum(chaos.read_tokens.values()),
+        read_tokens=sum(read for read, _ in chaos.read_tokens.values()),
+        shared_tokens=sum(shared for _, shared in chaos.read_tokens.values()),
     )
 
 
@@ -86,7 +87,8 @@ class Chaos:
         self.waves: list[Span] = []
         self.unmended: list[str] = []
         self.seconds = 0.0
-        self.read_tokens: dict[tuple[str, int], float] = {}  # from tiers, by rank and life
+        # From tiers, and of that from others' files, by rank and life.
+        self.read_tokens: dict[tuple[str, int], tuple[float, float]] = {}
         self._processes, self._settings, self._say = processes, settings, say
 
     async def play(self) -> None:

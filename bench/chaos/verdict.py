@@ -13,6 +13,7 @@ GOALS = (
     ("faults", ">=", 1.0),
     ("pulled_tokens", ">=", 1.0),
     ("read_tokens", ">=", 1.0),
+    ("shared_tokens", ">=", 1.0),
     ("wrong", "<=", 0.0),
     ("lost", "<=", 0.0),
     ("unmended", "<=", 0.0),
@@ -75,6 +76,7 @@ class Run:
     handed_tokens: int = 0  # to other ranks, by those that were drained or told to end
     found_tokens: int = 0  # in tiers, by ranks that were started again
     read_tokens: float = 0.0  # from tiers
+    shared_tokens: float = 0.0  # of that, from the files of other ranks
 
     @property
     def answers(self) -> list[Answer]:
@@ -148,6 +150,7 @@ def summary(run: Run) -> Row:
         "handed_tokens": run.handed_tokens,
         "found_tokens": run.found_tokens,
         "read_tokens": run.read_tokens,
+        "shared_tokens": run.shared_tokens,
         "waves": len(run.waves),
         "faults": len(run.played),
         "retried": sum(failure.router_died for failure in run.failures),

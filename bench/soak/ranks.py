@@ -92,19 +92,26 @@ class Ranks:
         books = {rank: await self.metrics(rank) for rank in self.metrics_ports}
         return {rank: text for rank, metrics in books.items() if (text := _more_than_pages(metrics))}
 
-    async def read_from_tiers(self) -> dict[tuple[str, int], float]:
-        """Return by rank and pid how many tokens this life of it has read."""
-        return {
-            (rank, self.pids[rank]): (await self.metrics(rank)).get(f"{_MOVED} up", 0.0)
-            for rank in self.metrics_ports
-        }
+    async def read_from_tiers(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """Return by rank and pid how many tokens this life of it has read, and how many of them from others'
+        files."""
+        read: dict[tuple[str, int], tuple[float, float]] = {}
+        for rank in self.metrics_ports:
+            metrics = await self.metrics(rank)
+            read[rank, self.pids[rank]] = (
+                metrics.get(f"{_MOVED} up", 0.0),
+                metrics.get(f"{_MOVED} shared", 0.0),
+            )
+        return read
 
     def tier_files_too_many(self) -> dict[str, str]:
-        """Return by rank what it has open of tiers beside its own file, and memory that its supervisor holds
-        and it has opened."""
+        """Return by rank what it has open of tiers beside its own file, others' files once each, and memory
+        that its supervisor holds and it has opened."""
         found = {rank: _tier_files(pid) for rank, pid in self.pids.items()}
         return {
-            f"{rank}'s tiers": str(dict(n)) for rank, n in found.items() if n["file"] > 1 or n["memory"] > 2
+            f"{rank}'s tiers": str(dict(n))
+            for rank, n in found.items()
+            if n["file"] > 1 or n["memory"] > 2 or any(n[kind] > 1 for kind in n if kind.startswith("/"))
         }
 
     async def lent(self) -> tuple[float, float]:
@@ -128,12 +135,19 @@ def _label(labels: dict[str, str]) -> str:
 
 
 def _tier_files(pid: int) -> Counter[str]:
-    """Return how many of its open files are memory and how many files of tiers, or none if it has ended."""
+    """Return how many of its open files are memory and how many files of tiers that it may write, and how
+    often it reads each other one; none if it has ended."""
     found: Counter[str] = Counter()
     with contextlib.suppress(OSError):
         for link in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                found.update(kind for kind, mark in _TIER_MARKS.items() if mark in os.readlink(link))
+                name, told = os.readlink(link), Path(f"/proc/{pid}/fdinfo/{link.name}").read_text()
+                writes = int(told.split("flags:")[1].split()[0], 8) & os.O_ACCMODE != os.O_RDONLY
+                found.update(
+                    kind if writes or kind == "memory" else f"{name} {link.stat().st_ino}"
+                    for kind, mark in _TIER_MARKS.items()
+                    if mark in name
+                )
     return found
 
 

@@ -46,10 +46,18 @@ def test_files_of_tiers(subtests, tmp_path):
     ranks.note("decode-0", f"rank_started rank=0 pid={os.getpid()}")
     path = tmp_path / "blocks"
     path.write_bytes(bytes(4096))
-    with subtests.test("one file and two names of one memory are a rank's own"):
-        opened = [os.memfd_create("isthmus-tier-0") for _ in range(2)] + [os.open(path, os.O_RDONLY)]
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "blocks"
+    other.touch()
+    with subtests.test("one file and two names of one memory are a rank's own, and it may read others' once"):
+        opened = [os.memfd_create("isthmus-tier-0") for _ in range(2)] + [os.open(path, os.O_RDWR)]
+        opened.append(os.open(other, os.O_RDONLY))
         assert ranks.tier_files_too_many() == {}
-        for more in (lambda: os.memfd_create("isthmus-tier-0"), lambda: os.open(path, os.O_RDONLY)):
+        for more in (
+            lambda: os.memfd_create("isthmus-tier-0"),
+            lambda: os.open(path, os.O_RDWR),
+            lambda: os.open(other, os.O_RDONLY),
+        ):
             opened.append(more())
             assert ranks.tier_files_too_many()
             os.close(opened.pop())

@@ -40,6 +40,7 @@ RUN = Run(
     digest_mismatches=0,
     books=CLEAN,
     read_tokens=16.0,
+    shared_tokens=8.0,
 )
 
 
@@ -71,6 +72,7 @@ def test_goals(subtests):
         ("left", {"books": replace(CLEAN, exits={"prefill-0": -9})}, "prefill-0 ended with exit code -9"),
         ("pulled_tokens", {"judged": [judged(replace(ANSWER, pulled_tokens=0))]}, ""),
         ("read_tokens", {"read_tokens": 0.0}, ""),
+        ("shared_tokens", {"shared_tokens": 0.0}, ""),
         ("faults", {"played": []}, ""),
     ]:
         with subtests.test(

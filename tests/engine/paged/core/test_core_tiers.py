@@ -54,7 +54,7 @@ class TieredRank(Rank):
     def __init__(
         self, num_slots=(64,), num_pages=24, tiers=None, in_files=(), budget=None, shared=None, **rank
     ):
-        """`tiers` are another life's slabs; `shared` is a directory of its own file and others', and its name."""
+        """`tiers` are another life's slabs; `shared`: the directory of all files, and the name of its own."""
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
         self.read_ahead = []
