@@ -13,7 +13,12 @@ from typing import Any
 
 from services.cli.commands import COMMANDS, config_of
 from services.cli.router_client import ClientConfig
-from services.engine.sglang.service.sglang_settings import REFUSED_FAMILIES, REFUSED_FLAGS, REFUSED_SIZES
+from services.engine.sglang.service.sglang_settings import (
+    REFUSED_FAMILIES,
+    REFUSED_FLAGS,
+    REFUSED_ON_DECODE,
+    REFUSED_SIZES,
+)
 from services.rank.rank_config import RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.cluster_config import ClusterConfig
@@ -215,7 +220,12 @@ def outputs() -> dict[Path, str]:
 
 def sglang_flags() -> dict[str, dict[str, str]]:
     """Those of SGLang's that the service refuses, each with why."""
-    return {"flags": REFUSED_FLAGS, "families": REFUSED_FAMILIES, "onlyAtOne": REFUSED_SIZES}
+    return {
+        "flags": REFUSED_FLAGS,
+        "families": REFUSED_FAMILIES,
+        "onDecode": REFUSED_ON_DECODE,
+        "onlyAtOne": REFUSED_SIZES,
+    }
 
 
 def _json(value: Any) -> str:

@@ -101,8 +101,12 @@ TOGETHER = {
         "decode.flags.engine-arg --page-size=16: the service sets it itself",
     ),
     "another tier of SGLang's cache": (
-        merged(SGLANG, {"prefill": {"flags": {"engine-arg": ["--hicache-ratio=2"]}}}),
-        "prefill.flags.engine-arg --hicache-ratio=2: the index knows one tier",
+        merged(SGLANG, {"prefill": {"flags": {"engine-arg": ["--hicache-storage-backend=file"]}}}),
+        "prefill.flags.engine-arg --hicache-storage-backend=file: the index knows one tier",
+    ),
+    "a tier below decode's pool": (
+        merged(SGLANG, {"decode": {"flags": {"engine-arg": ["--hicache-ratio=2"]}}}),
+        "decode.flags.engine-arg --hicache-ratio=2: only prefill can have it",
     ),
     "layers of SGLang's shared out": (
         merged(SGLANG, {"decode": {"flags": {"engine-arg": ["--pp-size=2"]}}}),

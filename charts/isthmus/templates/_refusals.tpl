@@ -144,6 +144,11 @@
 {{- range $prefix, $reason := $refused.families -}}
 {{- if hasPrefix $prefix $flag }}{{ fail (printf "%s.flags.engine-arg %s: %s" $role $argument $reason) }}{{ end -}}
 {{- end -}}
+{{- if eq $role "decode" -}}
+{{- range $prefix, $reason := $refused.onDecode -}}
+{{- if hasPrefix $prefix $flag }}{{ fail (printf "decode.flags.engine-arg %s: %s" $argument $reason) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- with index $refused.onlyAtOne $flag -}}
 {{- if ne $argument (printf "%s=1" $flag) }}{{ fail (printf "%s.flags.engine-arg %s: %s" $role $argument .) }}{{ end -}}
 {{- end -}}

@@ -43,6 +43,10 @@ _ONE_TIER = (
     "the index knows one tier of pages, the device's: what SGLang moves to another counts as gone, and a "
     "restore that fails there fails its request (sglang#30322)"
 )
+_RESTORES = (
+    "only prefill can have it, which computes what it cannot restore: on decode a restore that fails fails "
+    "its request (sglang#30322)"
+)
 # SGLang does not support these with the decode radix cache, or with our handshake.
 _UNSUPPORTED = {
     "--config": "what a file says would not be checked: give each flag by itself",
@@ -52,7 +56,6 @@ _UNSUPPORTED = {
     "--lora-paths": "its adapters are not part of the index's hashes",
     "--enable-prefill-cp": _ONE_STAGE,
     "--enable-kv-cache-sharding": _ONE_STAGE,
-    "--enable-hierarchical-cache": _ONE_TIER,
     "--enable-hicache": _ONE_TIER,
     "--enable-lmcache": _ONE_TIER,
     "--enable-flexkv": _ONE_TIER,
@@ -63,11 +66,13 @@ _UNSUPPORTED = {
 }
 # Every flag with such a prefix is refused, too.
 _UNSUPPORTED_FAMILIES = {
-    "--hicache-": _ONE_TIER,
+    "--hicache-storage-": _ONE_TIER,
     "--lmcache-": _ONE_TIER,
     "--flexkv-": _ONE_TIER,
     "--unified-cache-external-linker-": _ONE_TIER,
 }
+# Decode refuses flags with these prefixes. What prefill has below its pool is not in the index.
+_UNSUPPORTED_ON_DECODE = {"--enable-hierarchical-cache": _RESTORES, "--hicache-": _RESTORES}
 # These must be 1.
 _UNSUPPORTED_SIZES = {
     "--pp-size": _ONE_STAGE,
@@ -96,6 +101,7 @@ _KNOWN = (
     *_OURS,
     *_UNSUPPORTED,
     *_UNSUPPORTED_FAMILIES,
+    *_UNSUPPORTED_ON_DECODE,
     *_UNSUPPORTED_SIZES,
     *speculation_flags.FLAGS,
     *(
@@ -115,6 +121,7 @@ _SET = "the service sets it itself"
 # A chart can refuse these before there is a service; the values are the reasons for each flag or prefix.
 REFUSED_FLAGS = {**dict.fromkeys(_OURS, _SET), **_UNSUPPORTED}
 REFUSED_FAMILIES = _UNSUPPORTED_FAMILIES
+REFUSED_ON_DECODE = _UNSUPPORTED_ON_DECODE
 REFUSED_SIZES = _UNSUPPORTED_SIZES  # These are refused at more than 1.
 IDLE_CONNECTION_S = 15.0  # After so long we close an unused connection to SGLang.
 # An abort that prefill does not acknowledge waits so long; environ.py's default is the least that is safe.
@@ -140,7 +147,7 @@ class SglangSettings:
     def __post_init__(self) -> None:
         self.engine.check_blocks()
         for text in self.engine.engine_arg:
-            _check_argument(text)
+            _check_argument(text, self.role)
         _check_values(_values(self.engine.engine_arg))
         if self.role is Role.DECODE and self.engine.has_cache(self.role):
             speculation_flags.check_decode_cache(_values(self.engine.engine_arg))
@@ -333,9 +340,10 @@ def _nixl_environment(nixl: NixlSettings, inherited: Mapping[str, str]) -> dict[
     return environment
 
 
-def _check_argument(text: str) -> None:
+def _check_argument(text: str, role: Role) -> None:
     flag = text.split("=", 1)[0]
-    reasons = [reason for prefix, reason in REFUSED_FAMILIES.items() if flag.startswith(prefix)]
+    refused = {**REFUSED_FAMILIES, **(REFUSED_ON_DECODE if role is Role.DECODE else {})}
+    reasons = [reason for prefix, reason in refused.items() if flag.startswith(prefix)]
     if flag in REFUSED_FLAGS:
         reasons.append(REFUSED_FLAGS[flag])
     if reasons:

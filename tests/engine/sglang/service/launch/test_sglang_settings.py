@@ -82,9 +82,7 @@ def test_flags_that_are_refused(subtests, tmp_path):
         with subtests.test(argument=argument), pytest.raises(ConfigError, match=argument.split("=")[0]):
             settings(tmp_path, engine_arg=(argument,))
     for argument in [
-        "--enable-hierarchical-cache",
         "--enable-hicache",
-        "--hicache-ratio=2",
         "--hicache-storage-backend=file",
         "--enable-lmcache",
         "--lmcache-config-file=x.yaml",
@@ -113,6 +111,11 @@ def test_flags_that_are_refused(subtests, tmp_path):
             pytest.raises(ConfigError, match=f"{argument.split('=')[0]}: write the flag out"),
         ):
             settings(tmp_path, engine_arg=(argument,))
+    for argument in ["--enable-hierarchical-cache", "--hicache-ratio=2", "--hicache-size=8"]:
+        with subtests.test(argument=argument):
+            with pytest.raises(ConfigError, match=f"{argument.split('=')[0]}: only prefill can have it"):
+                settings(tmp_path, engine_arg=(argument,))
+            assert argument in settings(tmp_path, engine_arg=(argument,), role=Role.PREFILL).arguments(7000)
     for device in ["gpu", "cuda:", "cuda:x", "cpu:0", ""]:
         with subtests.test(device=device), pytest.raises(ConfigError, match="--device"):
             settings(tmp_path, device=device)
