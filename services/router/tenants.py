@@ -29,13 +29,15 @@ from prometheus_client.registry import Collector
 from services.observe import log_lines
 from services.router.api_keys import stamp_of
 from services.router.quotas import LIMITS, Limits, Quota, Refusal
+from services.router.tenant_lru import TenantLru
 from services.values.errors import ConfigError, OverLimit
-from services.values.request import MAX_ID_CHARS, Admitted, is_id
+from services.values.request import MAX_ID_CHARS, Admitted, TenantShare, is_id
 
 log = logging.getLogger(__name__)
 
 OTHERS = "*"
 OTHERS_LABEL = "other"
+_SESSIONS = 100_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 1000.0
 _MOST_PRIORITY = 2**31 - 1
 
@@ -120,8 +122,15 @@ def _number(
 class Account:
     """An Account has a tenant's quota, and its usage since the router's start."""
 
-    def __init__(self, tenant: Tenant, clock: Callable[[], float], share: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        tenant: Tenant,
+        clock: Callable[[], float],
+        share: Callable[[], float],
+        sessions: "TenantLru[str, int]",
+    ) -> None:
         self.tenant = tenant
+        self._sessions = sessions
         self.quota = Quota(tenant.limits)
         self.requests = 0
         self.prompt_tokens = 0
@@ -158,6 +167,21 @@ class Account:
         pulled_bytes = admitted.pulled.bytes if admitted.pulled is not None else 0
         self.kv_bytes_moved += admitted.kv_bytes_moved + pulled_bytes
 
+    def share_of(self, tenant: str, conversation_id: str) -> TenantShare:
+        """Return what ranks are told of a request. `tenant` is who asks, which the account may have several
+        of."""
+        had = (
+            self._sessions.get(self.tenant.name, f"{tenant}\0{conversation_id}") if conversation_id else None
+        )
+        return TenantShare(self.tenant.name, self.tenant.weight, had or 0)
+
+    def served(self, tenant: str, conversation_id: str, tokens: int) -> None:
+        """Remember how many tokens a session has had. It is forgotten once many others came."""
+        if not conversation_id or not tokens:
+            return
+        name, key = self.tenant.name, f"{tenant}\0{conversation_id}"
+        self._sessions.put(name, key, (self._sessions.peek(name, key) or 0) + tokens, 1)
+
     def _check(self, refusal: Refusal | None) -> None:
         if refusal is None:
             return
@@ -192,6 +216,7 @@ class Tenants:
         self._problem = ""
         # An account stays when the file does not name its tenant any more, so its usage is not lost.
         self.accounts: dict[str, Account] = {}
+        self._sessions: TenantLru[str, int] = TenantLru(_SESSIONS)
         self._open_accounts()
 
     def account(self, name: str) -> Account:
@@ -204,7 +229,7 @@ class Tenants:
     def _open_accounts(self) -> None:
         for name, tenant in self._tenants.items():
             if name not in self.accounts:
-                self.accounts[name] = Account(tenant, self._clock, self._share)
+                self.accounts[name] = Account(tenant, self._clock, self._share, self._sessions)
             account = self.accounts[name]
             account.tenant, account.quota.limits = tenant, tenant.limits
 

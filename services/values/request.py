@@ -230,6 +230,15 @@ def _require(holds: bool, field_name: str, expected: str, value: object) -> None
 
 
 @dataclass(frozen=True, slots=True)
+class TenantShare:
+    """This says whose a request is where requests wait; see common.proto."""
+
+    tenant: str
+    weight: float = 1.0
+    session_tokens: int = 0  # Its session has had so many before.
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """This is a request to an engine, in ids instead of text.
 
@@ -246,6 +255,7 @@ class GenerationRequest:
     plan: Plan = Plan.REMOTE
     eos_token_ids: tuple[int, ...] = ()
     pull_from: PullSource | None = None  # This is for the rank that computes the prompt.
+    share: TenantShare | None = None  # Without it requests take turns by their salts.
 
     @property
     def ending_ids(self) -> frozenset[int]:

@@ -24,6 +24,7 @@ from services.values.request import (
     Pulled,
     SamplingParams,
     StartCommand,
+    TenantShare,
     TokenLogprobs,
 )
 from services.wire import convert
@@ -165,6 +166,7 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
         sampling=sampling_from_proto(pb.sampling),
         plan=plan,
         pull_from=_source_from_proto(pb),
+        share=_share_from_proto(pb),
     )
     return StartCommand(
         request=request,
@@ -196,6 +198,20 @@ def _pulled_from_proto(pb: decode_pb2.Admitted | prefill_pb2.PrefillResponse) ->
 
 def _source_from_proto(pb: decode_pb2.Start | prefill_pb2.PrefillRequest) -> PullSource | None:
     return convert.source_from_proto(pb.pull_from) if pb.HasField("pull_from") else None
+
+
+def share_to_proto(share: TenantShare | None) -> common_pb2.TenantShare | None:
+    return None if share is None else message_of(common_pb2.TenantShare, share)
+
+
+def _share_from_proto(pb: decode_pb2.Start | prefill_pb2.PrefillRequest) -> TenantShare | None:
+    """Return the share. Raises ProtocolError where nothing could be divided by its weight."""
+    if not pb.HasField("share"):
+        return None
+    share = value_of(TenantShare, pb.share)
+    if share.weight <= 0:
+        raise ProtocolError(f"share.weight must be above 0, got {share.weight}")
+    return share
 
 
 def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput:
@@ -246,6 +262,7 @@ def prefill_request_to_proto(
         rendezvous=convert.rendezvous_to_proto(rendezvous),
         traceparent=traceparent,
         pull_from=None if request.pull_from is None else convert.source_to_proto(request.pull_from),
+        share=share_to_proto(request.share),
     )
     if sampling is not None:
         pb.sampling.ParseFromString(sampling)
@@ -269,6 +286,7 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
         output_ids_so_far=ids[prompt_len:],
         plan=Plan.REMOTE,
         pull_from=_source_from_proto(pb),
+        share=_share_from_proto(pb),
     )
     return request, convert.rendezvous_from_proto(pb.rendezvous)
 

@@ -25,6 +25,7 @@ from services.values.request import (
     Pulled,
     SamplingParams,
     StartCommand,
+    TenantShare,
     TokenLogprobs,
 )
 from services.wire import convert, convert_request
@@ -101,6 +102,7 @@ prompt_logprobs = st.tuples(st.integers(0, 5), st.integers(0, 3)).map(
         shape[1], *[bytes(4 * shape[0])] * 2, *[b"\1\2\3\4" * shape[0] * shape[1]] * 2
     )
 )
+shares = st.builds(TenantShare, names, st.floats(1e-3, 1e3), uint64)
 requests = st.builds(
     GenerationRequest,
     request_id=names,
@@ -112,6 +114,7 @@ requests = st.builds(
     plan=st.sampled_from(Plan),
     eos_token_ids=ids,
     pull_from=st.none() | sources,
+    share=st.none() | shares,
 )
 commands = st.builds(
     StartCommand,
@@ -190,6 +193,7 @@ def start_of(command, generation):
         pull_from=None
         if command.request.pull_from is None
         else convert.source_to_proto(command.request.pull_from),
+        share=convert_request.share_to_proto(command.request.share),
     )
 
 
@@ -254,6 +258,10 @@ def test_what_can_never_be_right_is_refused(subtests):
         (
             convert_request.prefill_request_from_proto,
             prefill_pb2.PrefillRequest(request_id="r", prompt_ids=[1], num_output_ids=2),
+        ),
+        (
+            convert_request.start_from_proto,
+            decode_pb2.Start(request_id="r", plan=2, share=common_pb2.TenantShare(tenant="a")),
         ),
         (
             convert_request.output_from_proto,

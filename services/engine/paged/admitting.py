@@ -96,6 +96,12 @@ class Newcomer:
     shares: bool  # Running sequences hold half of its prompt or more.
     overtaken: int
     overtaken_for_s: float  # It counts from the first time.
+    # Of those that fit the one with the most comes first; the queue sets it where tenants have shares.
+    preferred_pages: int = 0
+
+    @property
+    def preference(self) -> tuple[bool, int]:
+        return not self.shares, -self.preferred_pages
 
     @property
     def num_pages(self) -> int:
@@ -104,7 +110,7 @@ class Newcomer:
 
 def next_admission(queue: Sequence[Newcomer], fits: Callable[[int], bool], patience: Patience) -> int | None:
     reach = _reach(queue, patience)
-    for index in sorted(range(reach), key=lambda index: (not queue[index].shares, index)):
+    for index in sorted(range(reach), key=lambda index: (*queue[index].preference, index)):
         if fits(index):
             return index
     return None

@@ -19,6 +19,7 @@ from services.engine.paged.core_events import Carried, Failed, Offered, Reported
 from services.engine.paged.core_reports import Reports, StepFigures
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.drafters import Drafting, RoomAhead, Wish
+from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.gate import BatchSlots, Gate
 from services.engine.paged.model_runner import Chunk, ModelRunner, Proposal, Sampled
 from services.engine.paged.pulls import PullHooks, Pulls
@@ -32,7 +33,7 @@ from services.engine.paged.sequence import (
     newest_token,
 )
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.engine.paged.waiting_queue import gives_way, in_turn, retraction_victim, tenant_of
+from services.engine.paged.waiting_queue import ChunkTurns, gives_way, in_turn, retraction_victim, tenant_of
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache
 from services.values.errors import IsthmusError
@@ -68,7 +69,9 @@ class EngineCore:
         self._drafting = drafting
         self._drafts = DraftCounts()
         self._clock = clock
-        self._gate = Gate(cache, self.max_context_tokens, limits.patience, limits.expected_output, clock)
+        self._shares = FairShare()
+        self._chunk_turns = ChunkTurns(self._shares)
+        self._gate = Gate(cache, self.max_context_tokens, limits, clock, self._shares)
         self._active: list[Sequence] = []  # These have pages; they are in order of admission.
         self._kept: set[Sequence] = set()  # These have ENDED, but a transfer may still read their pages.
         self._events: list[tuple[Sequence, Reported]] = []
@@ -84,7 +87,6 @@ class EngineCore:
         if tiers is not None:
             tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self._reserve, self.load))
         self.retractions = 0
-        self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
 
     @property
     def failed_steps(self) -> int:
@@ -102,6 +104,7 @@ class EngineCore:
         check_prompt(seq, self.runner.vocab_size, self.max_context_tokens)
         seq.submitted_s = self._clock()
         self._carrying.estimate(seq)
+        seq.place = self._shares.came(seq.request.share)
         self._wait(seq)
 
     def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
@@ -228,7 +231,7 @@ class EngineCore:
     def _makes_place(self, seq: Sequence) -> bool:
         """Send another sequence back so that `seq` can run: it has landed, but another tenant took its slot.
         Nobody is sent back where more run than are allowed now, since that would leave no slot free."""
-        victim = gives_way(seq, [each for each in self._active if each.phase in RUNNING])
+        victim = gives_way(seq, [s for s in self._active if s.phase in RUNNING], self._shares)
         if victim is None or not self._slots.one_more_runs([s for s in self._active if s is not victim]):
             return False
         self._send_back(victim)
@@ -283,6 +286,9 @@ class EngineCore:
             seq.admitted_s = self._clock() if seq.admitted_s is None else seq.admitted_s
             seq.reused_tokens = seq.computed
             self._reserve(seq, wanted, fills)
+        seq.started_at = self._shares.had(tenant_of(seq))
+        if seq.retractions == 0:  # That it computes some again is not its tenant's doing.
+            self._shares.charge(seq.request.share, min(seq.uncomputed_tokens, len(seq.ids) - seq.computed))
         self._offer(seq)
         seq.receives = False  # After a retraction it computes the tail here.
 
@@ -324,12 +330,11 @@ class EngineCore:
         waits for at most one step's worth of another's prompts."""
         computing = [seq for seq in self._active if seq.phase is Phase.COMPUTING]
         if not computing:
+            self._shares.serves(None)
             return []
         budget = self._figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
-        line = in_turn(computing, served_at=self._served_at)
-        self._note_served(line)
-        for seq in line:
+        for seq in self._chunk_turns.line(computing):
             if budget <= 0:
                 break
             self._catch_up(seq)
@@ -341,12 +346,6 @@ class EngineCore:
                 chunks.append((seq, chunk_of(seq, size, self.page_size)))
         return chunks
 
-    def _note_served(self, line: list[Sequence]) -> None:
-        tenants = set(map(tenant_of, line))
-        self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
-        if len(tenants) > 1:
-            self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
-
     def _catch_up(self, seq: Sequence) -> None:
         assert seq.pages is not None
         num_private = seq.pages.num_private
@@ -357,6 +356,7 @@ class EngineCore:
         self._carrying.catch_up(seq)
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
+            self._shares.charge(seq.request.share, before - seq.computed)
         self._offer(seq)
 
     def _grow(self, seq: Sequence) -> bool:
@@ -447,6 +447,7 @@ class EngineCore:
             return
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
+        self._shares.charge(seq.request.share, token_cost(len(seq.ids)))
         seq.phase = Phase.DECODING
         began_s = seq.began_s or seq.admitted_s
         assert began_s is not None
@@ -472,6 +473,7 @@ class EngineCore:
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         held = seq.pages is not None
         seq.phase, seq.proposal = Phase.ENDED, None
+        self._shares.left(seq.request.share)
         if self._drafting is not None:
             self._drafting.ended(seq)
         if not held:

@@ -5,7 +5,7 @@ let somebody in: weighing takes time, and decoding sequences would feel it at ev
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.admitting import (
@@ -14,13 +14,16 @@ from services.engine.paged.admitting import (
     Limits,
     Newcomer,
     OutputEstimate,
-    Patience,
     QueueRate,
 )
+from services.engine.paged.fair_share import FairShare
 from services.engine.paged.sequence import RUNNING, WITH_SLOT, Phase, Sequence
 from services.engine.paged.step_time import StepTimes
 from services.engine.paged.waiting_queue import WaitingQueue, gives_way, tenant_of
 from services.kv.prefix_cache import PrefixCache
+
+_ENOUGH_CHUNKS = 4
+_NOBODY = frozenset[str]()
 
 
 class BatchSlots:
@@ -60,16 +63,18 @@ class Gate:
         self,
         cache: PrefixCache,
         max_context_tokens: int,
-        patience: Patience,
-        expected_output: float,
+        limits: Limits,
         clock: Callable[[], float],
+        shares: FairShare,
     ) -> None:
         self._cache = cache
         self._max_context_tokens = max_context_tokens
         self._clock = clock
-        self._queue = WaitingQueue(patience)
+        self._shares = shares
+        self._enough_tokens = _ENOUGH_CHUNKS * limits.chunk_size
+        self._queue = WaitingQueue(limits.patience, shares)
         self._rate = QueueRate()
-        self._output_estimate = OutputEstimate(expected_output)
+        self._output_estimate = OutputEstimate(limits.expected_output)
         self._news = 0
         self._blocked_at = (
             -1,
@@ -123,13 +128,16 @@ class Gate:
         """Return who would come in beside `active`, or None where nobody fits who may come in."""
         if not self._queue or self._is_blocked(may_receive, may_compute):
             return None
+        ahead = self._ahead(active)
+        if ahead and ahead >= self._queue.tenants:
+            return None
         self._order(active)
         growth = self._growth(active)
         self.reserved_pages = growth.peak
         available = self._cache.available_pages
 
         def fits(seq: Sequence, waiting: Newcomer) -> bool:
-            if not (may_receive if seq.receives else may_compute):
+            if not (may_receive if seq.receives else may_compute) or tenant_of(seq) in ahead:
                 return False
             if not active or waiting.num_pages > available:
                 return waiting.num_pages <= available
@@ -139,7 +147,7 @@ class Gate:
             return self._pages_wanted(seq) + self.reserved_pages <= available
 
         seq = self._queue.next(self._weigh, fits, looks_small, self._clock())
-        if seq is None:
+        if seq is None and not ahead:
             self._blocked_at = (self._news, may_receive, may_compute)
         return seq
 
@@ -159,7 +167,8 @@ class Gate:
         self._order(active)
         seq = next(iter(self._queue))
         # A sequence that has landed and waits for its slot has no slot to give.
-        victim = gives_way(seq, [each for each in active if seq.receives or each.phase in RUNNING])
+        candidates = [each for each in active if seq.receives or each.phase in RUNNING]
+        victim = gives_way(seq, candidates, self._shares)
         if victim is None:
             return None
         others = [each for each in active if each is not victim]
@@ -169,6 +178,16 @@ class Gate:
             self._no_exchange = (self._news, seq, victim)
             return None
         return seq, victim
+
+    def _ahead(self, active: Collection[Sequence]) -> Set[str]:
+        """Return the tenants of which enough prompts are let in and not computed yet. So slots stay free for
+        others, and who comes next is chosen later."""
+        if not self._shares.is_on:
+            return _NOBODY
+        computing = Counter[str]()
+        for seq in active:
+            computing[tenant_of(seq)] += seq.remaining_tokens
+        return {tenant for tenant, tokens in computing.items() if tokens >= self._enough_tokens}
 
     def _order(self, active: Collection[Sequence]) -> None:
         self._queue.order(_running(active))

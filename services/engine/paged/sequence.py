@@ -93,6 +93,8 @@ class Sequence:
     reused_tokens: int = 0  # Others had computed these.
     brought_tokens: int = 0  # Of these, so many came from a tier.
     retractions: int = 0
+    place: float = 0.0  # It stands here among its tenant's own; by arrival where this is equal.
+    started_at: float = 0.0  # Its tenant had had so much when it was let in.
     # The gate keeps these while it waits.
     overtaken: int = 0
     overtaken_since_s: float | None = None

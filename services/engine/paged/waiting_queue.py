@@ -11,30 +11,40 @@ belong to one tenant:
 
 So within one tenant only arrival counts, and nobody waits for more of another tenant's requests than of its
 own tenant's.
+
+Where a router tells whose a request is, and the tenant's weight, tenants are ordered by the tokens that they
+have had (fair_share.py), and turns are counted by weight.
 """
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
 
 from services.engine.paged.admitting import Newcomer, Patience, next_admission
+from services.engine.paged.fair_share import FairShare
 from services.engine.paged.sequence import RUNNING, Phase, Sequence
 
 
 class WaitingQueue:
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: Patience, shares: FairShare) -> None:
         self._patience = patience
+        self._shares = shares
         self._sequences: list[Sequence] = []
         self._tenants = Counter[str]()  # It counts how many of each wait.
-        # `_sequences` is ordered by these numbers of running sequences of each tenant. The dict is empty for
-        # one tenant, and None stands for no order.
+        # `_sequences` is ordered by these numbers of running sequences of each tenant, or by these places of
+        # the tenants. The dict is empty for one tenant, and None stands for no order.
         self._ordered_by: dict[str, int] | None = {}
 
     @property
     def is_of_one_tenant(self) -> bool:
         return len(self._tenants) <= 1
+
+    @property
+    def tenants(self) -> Set[str]:
+        return self._tenants.keys()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -62,10 +72,25 @@ class WaitingQueue:
 
         Call it before the order matters; it costs almost nothing where these numbers have not changed.
         """
-        ordered_by = {} if self.is_of_one_tenant else {tenant: running[tenant] for tenant in self._tenants}
+        by_share = self._shares.is_on and not self.is_of_one_tenant
+        if by_share:
+            ordered_by = self._places(running)
+        else:
+            tenants = () if self.is_of_one_tenant else self._tenants
+            ordered_by = {tenant: running[tenant] for tenant in tenants}
         if ordered_by != self._ordered_by:
-            self._sequences = in_turn(self._sequences, running)
+            if by_share:
+                self._sequences.sort(key=lambda seq: _place_by_share(seq, ordered_by))
+            else:
+                self._sequences = in_turn(self._sequences, running)
             self._ordered_by = ordered_by
+
+    def _places(self, running: Mapping[str, int]) -> dict[str, int]:
+        shares = self._shares
+        tenants = sorted(
+            self._tenants, key=lambda each: (shares.rank(each), running[each] / shares.weight(each))
+        )
+        return {tenant: place for place, tenant in enumerate(tenants)}
 
     def next(
         self,
@@ -81,11 +106,22 @@ class WaitingQueue:
         """
         window = self._sequences[: self._patience.window]
         weighed = [weigh(seq) for seq in window]
+        if self._shares.is_on:
+            weighed = [
+                self._by_cache(seq, each, window[0]) for seq, each in zip(window, weighed, strict=True)
+            ]
         index = next_admission(weighed, lambda index: fits(window[index], weighed[index]), self._patience)
         if index is not None:
             return window[index]
         behind = islice(filter(looks_small, self._behind_window(now_s)), self._patience.window)
         return next((seq for seq in behind if fits(seq, weigh(seq))), None)
+
+    def _by_cache(self, seq: Sequence, weighed: Newcomer, first: Sequence) -> Newcomer:
+        """Prefer what is cached, as far as its tenant may be ahead of the first one's."""
+        if not self._shares.may_pass(tenant_of(seq), tenant_of(first)):
+            return replace(weighed, shares=False)
+        assert seq.lookup is not None
+        return replace(weighed, preferred_pages=seq.lookup.cached_pages)
 
     def _behind_window(self, now_s: float) -> Iterator[Sequence]:
         for place, seq in enumerate(self._sequences):
@@ -111,7 +147,9 @@ class WaitingQueue:
 
         Then one fewer of the tenant waits before them, and one more runs.
         """
-        if self._ordered_by:
+        if self._shares.is_on:
+            self._ordered_by = None  # It is about to be charged.
+        elif self._ordered_by:
             tenant = tenant_of(seq)
             if any(tenant_of(passed) == tenant for passed in self._sequences[:index]):
                 self._ordered_by = None
@@ -128,7 +166,17 @@ class WaitingQueue:
 
 
 def tenant_of(seq: Sequence) -> str:
-    return seq.request.cache_salt
+    share = seq.request.share
+    return seq.request.cache_salt if share is None else share.tenant
+
+
+def weight_of(seq: Sequence) -> float:
+    share = seq.request.share
+    return 1.0 if share is None else share.weight
+
+
+def _place_by_share(seq: Sequence, places: Mapping[str, int]) -> tuple[int, int, float, int]:
+    return -seq.request.priority, places[tenant_of(seq)], seq.place, seq.arrival
 
 
 def in_turn(
@@ -136,22 +184,52 @@ def in_turn(
     had: Mapping[str, int] = MappingProxyType({}),
     served_at: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Sequence]:
-    """Order sequences by turns of their tenants.
+    """Order sequences by turns of their tenants, of which one with a weight of 2 has twice as many.
 
     `had` has the number of turns that tenants have had. Tenants in the same turn are ordered by `served_at`,
     which has when each was last served: the longest ago goes first.
     """
     turns = Counter(had)
-    keys: dict[Sequence, tuple[int, int, int, int]] = {}
+    keys: dict[Sequence, tuple[int, float, int, float, int]] = {}
     for seq in sorted(sequences, key=place_in_line):
         tenant = tenant_of(seq)
-        keys[seq] = -seq.request.priority, turns[tenant], served_at.get(tenant, -1), seq.arrival
+        turn = turns[tenant] / weight_of(seq)
+        keys[seq] = -seq.request.priority, turn, served_at.get(tenant, -1), seq.place, seq.arrival
         turns[tenant] += 1
     return sorted(keys, key=keys.__getitem__)
 
 
-def place_in_line(seq: Sequence) -> tuple[int, int]:
-    return -seq.request.priority, seq.arrival
+def place_in_line(seq: Sequence) -> tuple[int, float, int]:
+    return -seq.request.priority, seq.place, seq.arrival
+
+
+class ChunkTurns:
+    """It orders the sequences whose prompts are computed: the first one's chunk comes first in a step."""
+
+    def __init__(self, shares: FairShare) -> None:
+        self._shares = shares
+        self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
+
+    def line(self, computing: Iterable[Sequence]) -> list[Sequence]:
+        if not self._shares.is_on:
+            line = in_turn(computing, {}, self._served_at)
+        else:
+            line = sorted(computing, key=self._place)
+            self._shares.serves(line[0].started_at if line else None)
+        self._note_served(line)
+        return line
+
+    def _place(self, seq: Sequence) -> tuple[int, float, int, float, int]:
+        """A prompt that has begun goes on before those that were let in later, but for a tenant that came
+        when it began."""
+        served_at = self._served_at.get(tenant_of(seq), -1)
+        return -seq.request.priority, seq.started_at, served_at, seq.place, seq.arrival
+
+    def _note_served(self, line: list[Sequence]) -> None:
+        tenants = set(map(tenant_of, line))
+        self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
+        if len(tenants) > 1:
+            self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
@@ -163,21 +241,28 @@ def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:
     return in_turn(candidates)[-1] if len(candidates) > 1 else None
 
 
-def gives_way(seq: Sequence, active: Collection[Sequence]) -> Sequence | None:
+def gives_way(seq: Sequence, active: Collection[Sequence], shares: FairShare) -> Sequence | None:
     """Return the one of `active` that is to go back so that `seq` gets a slot, or None.
 
     It is the last in turn of those that have no higher priority, and whose tenants will still run no fewer
-    sequences than the tenant of `seq`.
+    sequences, for their weight, than the tenant of `seq`. Where shares are known that tenant must lag, too,
+    as what is sent back may have to be computed again.
     """
     running = Counter(map(tenant_of, active))
-    enough = running[tenant_of(seq)] + 2
-    if max(running.values(), default=0) < enough:
+    wanted = (running[tenant_of(seq)] + 1) / weight_of(seq)
+    can_spare = {tenant_of(e): (running[tenant_of(e)] - 1) / weight_of(e) >= wanted for e in active}
+    if shares.is_on:
+        comes = tenant_of(seq)
+        can_spare = {each: can and shares.lags(comes, each) for each, can in can_spare.items()}
+    if not any(can_spare.values()):
         return None
-    line = in_turn(_with_pages_to_give(active))
-    for each in reversed(line[1:]):
+    line = in_turn(_with_pages_to_give(active))[1:]
+    if shares.is_on:  # Who was let in last has computed least.
+        line.sort(key=lambda each: (-each.request.priority, each.started_at))
+    for each in reversed(line):
         if each.request.priority > seq.request.priority:
             return None
-        if running[tenant_of(each)] >= enough:
+        if can_spare[tenant_of(each)]:
             return each
     return None
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 from services.router.text.chat_turns import content_of
 from services.router.text.prompt import PastAnswers
 from services.values.errors import InvalidRequest
-from services.values.request import SamplingParams
+from services.values.request import SamplingParams, TenantShare
 from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import Chat, GenerateRequest, Tool, ToolChoice
 
@@ -142,6 +142,7 @@ class ClientRequest:
     conversation_id: str = ""
     tenant: str = ""
     cache_salt: str | None = None  # None stands for the tenant's name.
+    share: TenantShare | None = None  # Without it ranks let salts take turns.
     priority: int = 0
     runs_few: bool = False  # Its tenant ran few requests beside many of others when it arrived.
     operation: str = "text_completion"  # This may also be "chat".
@@ -158,6 +159,11 @@ class ClientRequest:
     @property
     def salt(self) -> str:
         return self.tenant if self.cache_salt is None else self.cache_salt
+
+    @property
+    def turn_of(self) -> str:
+        """Return with whose requests it takes turns."""
+        return self.tenant if self.share is None else self.share.tenant
 
     @property
     def answer_name(self) -> str:

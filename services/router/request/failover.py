@@ -254,6 +254,7 @@ class FailoverStream:
             eos_token_ids=self._eos_token_ids,
             traceparent=traces.traceparent(self._progress.span),
             pull_from=None if source is None else convert.source_to_proto(source),
+            share=convert_request.share_to_proto(request.share),
         )
 
     def _withdraw(self) -> Placed | None:

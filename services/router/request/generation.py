@@ -343,7 +343,10 @@ class Generator:
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
                 raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
-        tenant = self._tenant_of(request)
+        account = None if self._limited is None else self._limited.account(request.tenant)
+        tenant = _UNLIMITED if account is None else account.tenant
+        self._check_priority(request.priority, tenant.max_priority)
+        share = None if account is None else account.share_of(request.tenant, request.conversation_id)
         answers, answered = counts_of(request)
         if request.WhichOneof("prompt") == "chat":
             self._spellings.restore(request.tenant, request.chat)
@@ -360,8 +363,9 @@ class Generator:
             conversation_id=request.conversation_id,
             tenant=request.tenant,
             cache_salt=tenant.cache_salt,
+            share=share,
             priority=request.priority,
-            runs_few=self._runs_few(request.tenant),
+            runs_few=self._runs_few(request.tenant if share is None else share.tenant),
             operation=story.operation_of(request),
             constraint=constraint,
             tools=tools,
@@ -371,16 +375,12 @@ class Generator:
             deadline=deadline,
         )
 
-    def _tenant_of(self, request: generation_pb2.GenerateRequest) -> Tenant:
-        """Return what is known of the request's tenant. Raises InvalidRequest where it may not have that
-        priority."""
-        tenant = _UNLIMITED if self._limited is None else self._limited.account(request.tenant).tenant
+    def _check_priority(self, priority: int, of_tenant: int | None) -> None:
         most, why = self._max_priority, "on this server (--max-priority)"
-        if tenant.max_priority is not None:
-            most, why = tenant.max_priority, "for this tenant (--tenants)"
-        if request.priority > most:
-            raise InvalidRequest(f"priority must be at most {most} {why}, got {request.priority}")
-        return tenant
+        if of_tenant is not None:
+            most, why = of_tenant, "for this tenant (--tenants)"
+        if priority > most:
+            raise InvalidRequest(f"priority must be at most {most} {why}, got {priority}")
 
     async def _encoded(
         self, checked: ClientRequest, prompt: PackedIds, past: PastAnswers | None
@@ -400,12 +400,17 @@ class Generator:
         return math.inf if passes else allowed_wait_s(self._max_wait_s, remaining_s)
 
     def _runs_few(self, tenant: str) -> bool:
-        """Return whether the tenant runs at most half of its share here, including one request that is not
-        counted yet."""
-        num_tenants = len(self._tenants.keys() | {tenant})
-        runs_few = 2 * num_tenants * (self._tenants[tenant] + 1) <= len(self._running)
+        """Return whether the tenant runs at most half of its share here, by its weight, including one request
+        that is not counted yet."""
+        known = {} if self._limited is None else self._limited.accounts
+        weights = {
+            name: known[name].tenant.weight if name in known else 1.0
+            for name in self._tenants.keys() | {tenant}
+        }
+        wanted = 2 * sum(weights.values()) * (self._tenants[tenant] + 1)
+        runs_few = wanted <= weights[tenant] * len(self._running)
         # Where ranks do not let tenants take turns, it would wait like any other.
-        return num_tenants > 1 and runs_few and self._cluster.takes_turns
+        return len(weights) > 1 and runs_few and self._cluster.takes_turns
 
     def _encoder(self, max_tokens: int | None = None) -> PromptEncoder:
         return PromptEncoder(
@@ -427,7 +432,7 @@ class Generator:
     ) -> Iterator[Progress]:
         progress = Progress(checked, self._clock(), span, account=account)
         self._running[checked.tenant, checked.request_id] = progress
-        self._tenants[checked.tenant] += 1
+        self._tenants[checked.turn_of] += 1
         outcome = "finished"
         try:
             yield progress
@@ -446,8 +451,10 @@ class Generator:
             raise
         finally:
             del self._running[checked.tenant, checked.request_id]
-            self._left(checked.tenant)
+            self._left(checked.turn_of)
             progress.release()
+            if account is not None:
+                account.served(checked.tenant, checked.conversation_id, progress.served_tokens)
             self._cluster.ended(checked.answer_key)
             self._report_end(progress, outcome)
 

@@ -146,6 +146,12 @@ class Progress:
         return sum(len(answer.output_ids) for answer in self.answers)
 
     @property
+    def served_tokens(self) -> int:
+        """Return how many tokens ranks have computed and generated for all answers."""
+        computed = (each.admitted.computed_tokens for answer in self.answers for each in answer.served)
+        return sum(computed) + self.completion_tokens
+
+    @property
     def admitted(self) -> Admitted | None:
         """Return the report of the first placement that generated, which the usage is about."""
         return self.served[0].admitted if self.served else None

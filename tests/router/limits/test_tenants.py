@@ -1,10 +1,13 @@
 """The file of tenants, and what it lets them do."""
 
 import json
+import math
 import os
+from contextlib import ExitStack
 from unittest.mock import MagicMock
 
 import pytest
+from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.http.backend import FakeBackend, chat
@@ -173,6 +176,29 @@ async def test_a_tenant_has_its_own_priority_and_salt(served, subtests):
         await ask(generator)
         await ask(generator, tenant="labs")
         assert hashed == sent == ["shared", "labs"]
+
+
+async def test_ranks_are_told_whose_a_request_is_and_what_its_session_has_had(served):
+    generator, cluster = served(acme={"weight": 4})
+    told, start = [], cluster._start
+    cluster._start = lambda message, prompt: told.append(message) or start(message, prompt)
+    for fields in [{"conversation_id": "c"}] * 2 + [{"conversation_id": "d"}, {}, {"tenant": "labs"}]:
+        await ask(generator, **fields)
+    shares = [(each.share.tenant, each.share.weight, each.share.session_tokens) for each in told]
+    # The rank says that it computed one token of each prompt, and generates one.
+    assert shares == [("acme", 4, 0), ("acme", 4, 2), ("acme", 4, 0), ("acme", 4, 0), (OTHERS, 1, 0)]
+
+
+def test_who_runs_few_for_its_weight_is_not_refused_for_load(served):
+    generator, _ = served(heavy={"weight": 3}, light={})
+    with ExitStack() as stack:
+        for name, number in (("heavy", 2), ("light", 1), ("one", 4), ("two", 3)):
+            for _ in range(number):
+                asked = generator._read(generation_pb2.GenerateRequest(text="a", tenant=name), math.inf)
+                stack.enter_context(generator._track(asked, INVALID_SPAN))
+        # Of the weights 3, 1 and 1 of three tenants, for the two without a name in the file count as one.
+        assert generator._tenants == {"heavy": 2, "light": 1, OTHERS: 7}
+        assert generator._runs_few("heavy") and not generator._runs_few("light")
 
 
 async def test_http_says_which_limit_and_when_to_come_again():

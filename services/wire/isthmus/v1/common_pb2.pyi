@@ -169,6 +169,16 @@ class RankAddress(_message.Message):
     endpoint: str
     def __init__(self, id: _Optional[_Union[RankId, _Mapping]] = ..., endpoint: _Optional[str] = ...) -> None: ...
 
+class TenantShare(_message.Message):
+    __slots__ = ("tenant", "weight", "session_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    weight: float
+    session_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., session_tokens: _Optional[int] = ...) -> None: ...
+
 class PullSource(_message.Message):
     __slots__ = ("rank", "tokens")
     RANK_FIELD_NUMBER: _ClassVar[int]

@@ -27,6 +27,7 @@ from services.engine.paged.model_runner import RunnerFailed
 from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Phase
 from services.values.kv import GroupKind
+from services.values.request import TenantShare
 
 FOREVER_S = 1e9
 CARRIED = [
@@ -65,8 +66,10 @@ class CoreMachine(RuleBasedStateMachine):
         room_for=st.integers(1, 6),
         block_pages=st.integers(1, 2),
         drafts=st.none() | st.randoms(use_true_random=False),
+        shares=st.booleans(),
     )
-    def start(self, page_size, pool_tokens, overtakes, wait_s, window, drafts, **settings):
+    def start(self, page_size, pool_tokens, overtakes, wait_s, window, drafts, shares, **settings):
+        self.shares = shares
         self.page_size = page_size
         self.overtakes, self.wait_s, self.max_running = overtakes, wait_s, settings["max_running"]
         self.rank = Rank(
@@ -116,6 +119,8 @@ class CoreMachine(RuleBasedStateMachine):
     def _submit(self, kind, shared, rest, max_tokens, priority, tenant):
         transfer_id = len(self.sent) if kind.startswith("transfer") else None
         about = {"priority": priority, "cache_salt": tenant}
+        if self.shares and tenant:  # Not every router says whose its requests are.
+            about["share"] = TenantShare(tenant, len(tenant), 100 * max_tokens)
         if kind.endswith(("pull", "pulls")):
             about["held"] = 8
         seq = self.rank.submit(

@@ -3,13 +3,16 @@
 import random
 from collections import Counter
 
+import pytest
+
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
 from services.engine.paged import waiting_queue
 from services.engine.paged.admitting import Patience
+from services.engine.paged.fair_share import FairShare
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.paged.waiting_queue import WaitingQueue, in_turn
-from services.values.request import GenerationRequest, SamplingParams
+from services.values.request import GenerationRequest, SamplingParams, TenantShare
 
 
 def waiting(arrival: int, tenant: str, priority: int = 0) -> Sequence:
@@ -44,7 +47,7 @@ def test_tenants_take_turns(subtests):
         assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
 
     with subtests.test("the line is in turn whoever comes and goes"):
-        chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience())
+        chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience(), FairShare())
         for number in range(2000):
             queue.order(running)
             line = list(queue)
@@ -257,3 +260,63 @@ def test_the_queue_gets_no_shorter_by_an_exchange_nor_by_one_that_was_retracted(
     rank.run(crowd[:6])
     assert rank.core.load().admitted_per_s > 0
     rank.run([*crowd, *others])
+
+
+def shared(tenant, weight=1.0, session_tokens=0):
+    return {"share": TenantShare(tenant, weight, session_tokens)}
+
+
+def test_tenants_get_tokens_by_their_weights(subtests):
+    for prompt_len, max_tokens in [(48, 2), (3, 24)]:
+        with subtests.test("weights", prompt_len=prompt_len, max_tokens=max_tokens):
+            rank = Rank(num_pages=400, max_running=8, chunk_size=48)
+            weights = {"three": 3.0, "one": 1.0}
+            seqs = {
+                rank.submit(range(n, n + prompt_len), max_tokens, **shared(name, weights[name])): name
+                for start in range(0, 440, 4)
+                for n, name in enumerate(weights, start)
+            }
+            for _ in range(100):
+                rank.step()
+            had = Counter(seqs[seq] for seq in rank.tokens)
+            assert had["one"] > 8 and had["three"] / had["one"] == pytest.approx(3, rel=0.2)
+
+    with subtests.test("a burst does not delay the first request of another tenant"):
+        rank = Rank(num_pages=400, max_running=4)
+        crowd = [rank.submit(range(n, n + 40), 30, **shared("crowd")) for n in range(40)]
+        for _ in range(100):
+            rank.step()
+        rank.core._shares.charge(TenantShare("crowd"), 10_000)  # It has lasted for a while.
+        short = rank.submit([9, 8, 7], 2, **shared("quiet"))
+        for _ in range(3):
+            rank.step()
+        assert short in rank.finished
+        assert any(seq in rank.finished for seq in crowd) and crowd[-1] not in rank.finished
+
+    with subtests.test("without sessions one tenant's requests come in as they arrived"):
+        rank = Rank(num_pages=400, max_running=2)
+        seqs = [rank.submit(range(n, n + 9), 3, **shared("a")) for n in range(0, 60, 10)]
+        rank.run(seqs)
+        assert list(rank.finished) == seqs
+
+    with subtests.test("the session that has had least goes first"):
+        rank = Rank(num_pages=400, max_running=1)
+        running = rank.submit([1, 2, 3], 8, **shared("a"))
+        rank.step()
+        much, little = (rank.submit([n, 5, 6], 2, **shared("a", session_tokens=n)) for n in (500, 50))
+        rank.run([running, much, little])
+        assert list(rank.finished) == [running, little, much]
+
+    with subtests.test("what is cached goes first within the slack, and not beyond it"):
+        for charged, wanted in [(0, "cached"), (20_000, "first")]:
+            rank = Rank(num_pages=400, max_running=1)
+            rank.run([rank.submit(range(40), 1, **shared("cached"))])
+            running = rank.submit([1, 2, 3], 8, **shared("third"))
+            rank.step()
+            named = {
+                rank.submit(range(100, 140), 2, **shared("first")): "first",
+                rank.submit(range(40), 2, **shared("cached")): "cached",
+            }
+            rank.core._shares.charge(TenantShare("cached"), charged)
+            rank.run([running, *named])
+            assert named[list(rank.finished)[2]] == wanted
