@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
+from services.engine.fake import FakeAdapters
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Reserved, Token
@@ -60,6 +61,7 @@ class CountingRunner:
         self.vocab_size = self.max_context_tokens = 1 << 30
         self.max_step_drafts = 0
         self.mask_counts, self.steps_by_way = MaskCounts(), dict[str, int]()
+        self.adapters = FakeAdapters()
         self.computed_tokens = self.num_steps = 0
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:

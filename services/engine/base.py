@@ -10,11 +10,13 @@ Closing the iterator gives every page back, whatever ended it: success, error, c
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import Protocol
 
 from prometheus_client.core import Metric
 
 from services.kv.hand_over import IdlePrefix
+from services.values.adapter import Adapter
 from services.values.kv import CacheEvents, KvLayout, PageBooks
 from services.values.rank import Plan, RankAddress, Rendezvous, TakenOver, TakeOver
 from services.values.rank_reports import RankLoad
@@ -60,6 +62,29 @@ class HandsOver(Protocol):
 
     async def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
         """Return the prefix's ids; None where it is not here any more, or in use."""
+
+
+class Adapters(Protocol):
+    """An engine computes the model with LoRA adapters, too, for requests that name one."""
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        """Return those that requests may name; another one raises Unavailable."""
+
+    async def load(self, name: str, directory: Path) -> Adapter:
+        """Load what PEFT has saved there, if it is not loaded already.
+
+        Raises:
+            ConfigError: it is damaged, does not fit the model, or is of a kind that is not served.
+            InvalidRequest: another one of that name is loaded.
+            Unavailable: it cannot be read now.
+        """
+
+    async def unload(self, name: str) -> None:
+        """Give it up once no running request needs it. Cancelling the call does not stop that.
+
+        Raises NotFound.
+        """
 
 
 class Engine(Protocol):
@@ -126,6 +151,10 @@ class Engine(Protocol):
     @property
     def hands_over(self) -> HandsOver | None:
         """Return what hands over what it has cached; None where it does not lend and pull."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Return its adapters; None where the engine serves none."""
 
     @property
     def takes_turns(self) -> bool:

@@ -153,6 +153,7 @@ def _runner_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRun
             graph_mib=settings.graph_mib,
             weights="dequantized" if settings.weights == "dequantized" else None,
             kv_dtype=settings.kv_dtype,
+            lora=settings.adapters,
         )
     if settings.engine == "fake":
         return _fake_factory(settings, role)
@@ -175,4 +176,5 @@ def _fake_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRunne
         speed=FakeSpeed(settings.fake_step_s, settings.fake_prompt_token_s),
         carried=carried,
         carried_units=[sizes.num_units(g, settings.page_size, settings.pool_pages) for g in carried],
+        lora=settings.adapters,
     )

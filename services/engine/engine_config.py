@@ -19,12 +19,14 @@ from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.named_models import MODEL_HELP
 from services.transfer.nixl_settings import UCX, NixlSettings, check_parameters, parameters_of
+from services.values.adapter import NAME_FORM
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
 _CATCH_UP_BY_TARGET = 64  # It counts tokens.
 _MOST_GRAPH_ROWS = 512  # Above that a step computes longer than its host takes.
 DEFAULT_KV_PAGES = 2048
+LORA_BOUNDS = Bounds(pattern=f"{NAME_FORM}=.+", form="NAME=DIRECTORY")
 TIER_BOUNDS = Bounds(pattern=TIER_FORM, form="memory:SIZE or /DIRECTORY:SIZE, SIZE in KiB, MiB, GiB or TiB")
 _CHUNK_TOKENS, _GPU_CHUNK_TOKENS = 512, 2048
 
@@ -199,6 +201,12 @@ class EngineConfig(ClusterConfig):
         "engine torch: directory of a small checkpoint with the model's tokenizer, to draft with; prefill "
         "ranks that have it compute and send its KV, too",
     )
+    lora: tuple[str, ...] = setting(
+        (),
+        "engine torch: a LoRA adapter of PEFT, NAME=DIRECTORY; clients ask for it as the model MODEL:NAME",
+        split=False,
+        bounds=LORA_BOUNDS,
+    )
     fake_draft: str = setting(
         "",
         "engine fake: a draft model, right in a share of positions, agree:0.8, with seconds agree:0.8:0.001",
@@ -220,6 +228,8 @@ class EngineConfig(ClusterConfig):
         if self.kv_dtype and self.engine != "torch":
             also = ": SGLang has --engine-arg=--kv-cache-dtype=..." * (self.engine == "sglang")
             raise ConfigError(f"--kv-dtype is for --engine=torch{also}")
+        if self.lora and self.engine == "sglang":
+            raise ConfigError("--lora is for --engine=torch")
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")
@@ -230,6 +240,8 @@ class EngineConfig(ClusterConfig):
             raise ConfigError(
                 "--kv-tier-shared reads a directory of --kv-tier=/DIRECTORY:SIZE, and none is given"
             )
+        if len(self.adapters) < len(self.lora):
+            raise ConfigError(f"--lora gives one name to two adapters: {', '.join(self.lora)}")
         if self.speculation == "draft" and not self.has_draft:
             raise ConfigError("--speculation=draft needs --draft-model")
 
@@ -280,6 +292,12 @@ class EngineConfig(ClusterConfig):
     @property
     def model_directory(self) -> Path | None:
         return Path(self.model) if self.model else None
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Return the directories of --lora by name."""
+        named = (each.partition("=") for each in self.lora)
+        return {name: Path(directory) for name, _, directory in named}
 
     @property
     def served_name(self) -> str:

@@ -12,7 +12,9 @@ before it, and it is that which is stored: so whatever was wrong once stays wron
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +28,11 @@ from services.engine.paged.model_runner import (
     keep_accepted,
     masks_asked,
 )
+from services.engine.start_fault import reading
 from services.engine.torch.draft_tokens import single_tokens
 from services.grammar.matcher import MaskCounts, MaskMaker, Masks
+from services.model.lora import CONFIG, WEIGHTS
+from services.values.adapter import Adapter
 from services.values.errors import ConfigError
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
 from services.values.prompt_logprobs import PromptLogprobs
@@ -63,6 +68,7 @@ class FakeRunner:
         carried: Sequence[KvGroup] = (),
         carried_units: Sequence[int] = (),
         max_step_drafts: int = 1024,
+        lora: Mapping[str, Path] | None = None,
         speed: FakeSpeed = FakeSpeed(),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -85,6 +91,9 @@ class FakeRunner:
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
         self.draft: DraftModel | None = None
+        self.adapters = FakeAdapters()
+        for name, directory in (lora or {}).items():
+            self.adapters.put(self.adapters.read(name, directory))
         self._mask_maker = MaskMaker(vocab_size)
 
     @property
@@ -121,7 +130,7 @@ class FakeRunner:
         page_size, token_ids, positions, places = self.layout.page_size, list[int](), list[int](), list[int]()
         for chunk in chunks:
             pages, first = chunk.pages, max(chunk.start, chunk.store_from)
-            token_ids += chunk.token_ids[first - chunk.start :]
+            token_ids += adapted(chunk.token_ids[first - chunk.start :], chunk.adapter)
             positions += range(first, chunk.end)
             places += [pages[at // page_size] * page_size + at % page_size for at in range(first, chunk.end)]
         self.slots.reshape(-1)[places] = mixed(token_ids, positions)
@@ -135,7 +144,7 @@ class FakeRunner:
 
     def _run_chunk(self, chunk: Chunk) -> tuple[Sampled, ...]:
         page_size, states = self.layout.page_size, list[list[int]]()
-        for position, token in enumerate(chunk.token_ids, start=chunk.start):
+        for position, token in enumerate(adapted(chunk.token_ids, chunk.adapter), start=chunk.start):
             value = self._carry(chunk, position, mix(token, position))
             if position >= chunk.store_from:
                 self.slots[chunk.pages[position // page_size], position % page_size] = value
@@ -284,14 +293,49 @@ class FakeModel:
         self._total += value
 
 
-def continuation(ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup] = ()) -> list[int]:
+def continuation(
+    ids: Sequence[int], num_tokens: int, carried: Sequence[KvGroup] = (), adapter: Adapter | None = None
+) -> list[int]:
     """Return the `num_tokens` tokens that a FakeRunner must generate after `ids`."""
-    model = FakeModel(ids, carried)
+    model = FakeModel(adapted(ids, adapter), carried)
     tokens: list[int] = []
     for _ in range(num_tokens):
         tokens.append(model.next_token)
-        model.take(tokens[-1])
+        model.take(*adapted(tokens[-1:], adapter))
     return tokens
+
+
+def adapted(ids: Sequence[int], adapter: Adapter | None) -> Sequence[int]:
+    """Return numbers that an adapter stores instead of the ids."""
+    if adapter is None:
+        return ids
+    shift = int(adapter.digest[:8], 16) << 24
+    return [token_id + shift for token_id in ids]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    adapter: Adapter
+
+
+class FakeAdapters:
+    """It implements RunnerAdapters for directories with the files of an adapter, whatever is in these."""
+
+    def __init__(self) -> None:
+        self.loaded: set[Adapter] = set()
+
+    def read(self, name: str, directory: Path) -> FakeAdapter:
+        digest = blake2b(digest_size=16)
+        with reading(f"the adapter {directory}"):
+            for file in (CONFIG, WEIGHTS):
+                digest.update((directory / file).read_bytes())
+        return FakeAdapter(Adapter(name, digest.hexdigest()))
+
+    def put(self, read: FakeAdapter) -> None:
+        self.loaded.add(read.adapter)
+
+    def drop(self, adapter: Adapter) -> None:
+        self.loaded.remove(adapter)
 
 
 def prompt_scores(

@@ -31,6 +31,7 @@ def encode_registration(registration: Registration) -> bytes:
             address=convert.address_to_proto(registration.address),
             layout=convert.layout_to_proto(registration.layout),
             handshake_version=registration.layout.handshake_version,
+            adapters=map(convert.adapter_to_proto, registration.adapters),
         )
     )
 
@@ -44,6 +45,7 @@ def decode_registration(value: bytes) -> Registration:
         role=convert.role_from_proto(pb.role),
         address=convert.address_from_proto(pb.address),
         layout=convert.layout_from_proto(pb.layout, pb.handshake_version or _UNSAID_VERSION),
+        adapters=tuple(map(convert.adapter_from_proto, pb.adapters)),
     )
 
 

@@ -495,4 +495,5 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         engine=config.engine,
         capabilities=role.capabilities,
         model_path=config.model,
+        adapters=role.engine.adapters.loaded if role.engine.adapters is not None else (),
     )

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from services.values.adapter import Adapter
 from services.values.kv import KvLayout, KvPath, PageBooks
 from services.values.rank import RankAddress, RankId, Role
 
@@ -39,6 +40,7 @@ class Registration:
     capabilities: tuple[str, ...] = ()
     draining: bool = False  # The rank refuses new requests, since it stops or an operator drains it.
     model_context_tokens: int = 0  # This limit does not depend on the pool; 0 means unknown.
+    adapters: tuple[Adapter, ...] = ()
 
     @property
     def id(self) -> RankId:

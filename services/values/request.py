@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
+from services.values.adapter import Adapter, kv_scope
 from services.values.errors import InvalidRequest
 from services.values.prompt_logprobs import MAX_BYTES, PromptLogprobs, size_bytes
 from services.values.rank import Plan, PullSource, RankAddress
@@ -256,6 +257,11 @@ class GenerationRequest:
     eos_token_ids: tuple[int, ...] = ()
     pull_from: PullSource | None = None  # This is for the rank that computes the prompt.
     share: TenantShare | None = None  # Without it requests take turns by their salts.
+    adapter: Adapter | None = None
+    kv_scope: str = field(init=False, repr=False, compare=False)  # Requests of one scope may share KV.
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_scope", kv_scope(self.cache_salt, self.adapter))
 
     @property
     def ending_ids(self) -> frozenset[int]:

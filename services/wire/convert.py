@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from services.values.errors import ProtocolError
+from services.values.adapter import Adapter
+from services.values.errors import InvalidRequest, ProtocolError
 from services.values.kv import (
     DraftKv,
     GroupKind,
@@ -223,6 +224,18 @@ def target_to_proto(target: GroupTarget) -> handshake_pb2.GroupTarget:
 
 def _target_from_proto(pb: handshake_pb2.GroupTarget) -> GroupTarget:
     return value_of(GroupTarget, pb, runs=runs_from_proto(pb.runs))
+
+
+def adapter_to_proto(adapter: Adapter) -> common_pb2.Adapter:
+    return message_of(common_pb2.Adapter, adapter)
+
+
+def adapter_from_proto(pb: common_pb2.Adapter) -> Adapter:
+    """Return the adapter. Raises ProtocolError where the name or the digest is none."""
+    try:
+        return value_of(Adapter, pb)
+    except InvalidRequest as error:
+        raise ProtocolError(str(error)) from error
 
 
 def source_to_proto(source: PullSource) -> common_pb2.PullSource:

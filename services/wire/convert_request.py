@@ -9,6 +9,7 @@ messages, so they are rounded to that.
 from collections.abc import Mapping
 from typing import Any
 
+from services.values.adapter import Adapter
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, PullSource, Rendezvous
@@ -167,6 +168,7 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
         plan=plan,
         pull_from=_source_from_proto(pb),
         share=_share_from_proto(pb),
+        adapter=_adapter_from_proto(pb),
     )
     return StartCommand(
         request=request,
@@ -194,6 +196,10 @@ def _pulled_to_proto(pulled: Pulled | None) -> common_pb2.Pulled | None:
 
 def _pulled_from_proto(pb: decode_pb2.Admitted | prefill_pb2.PrefillResponse) -> Pulled | None:
     return value_of(Pulled, pb.pulled) if pb.HasField("pulled") else None
+
+
+def _adapter_from_proto(pb: decode_pb2.Start | prefill_pb2.PrefillRequest) -> Adapter | None:
+    return convert.adapter_from_proto(pb.adapter) if pb.HasField("adapter") else None
 
 
 def _source_from_proto(pb: decode_pb2.Start | prefill_pb2.PrefillRequest) -> PullSource | None:
@@ -263,6 +269,7 @@ def prefill_request_to_proto(
         traceparent=traceparent,
         pull_from=None if request.pull_from is None else convert.source_to_proto(request.pull_from),
         share=share_to_proto(request.share),
+        adapter=None if request.adapter is None else convert.adapter_to_proto(request.adapter),
     )
     if sampling is not None:
         pb.sampling.ParseFromString(sampling)
@@ -287,6 +294,7 @@ def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[Generati
         plan=Plan.REMOTE,
         pull_from=_source_from_proto(pb),
         share=_share_from_proto(pb),
+        adapter=_adapter_from_proto(pb),
     )
     return request, convert.rendezvous_from_proto(pb.rendezvous)
 

@@ -30,6 +30,7 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         matcher=seq.matcher if last else None,
         generated=seq.computed >= len(request.prompt_ids),
         scoring=None if seq.scores is None else seq.scores.asked_of(seq.computed, end),
+        adapter=request.adapter,
     )
 
 

@@ -26,7 +26,7 @@ class Carrying:
         self._stride = _STRIDE_CHUNKS * chunk_size
 
     def estimate(self, seq: Sequence) -> None:
-        found = self._cache.look_up(seq.ids, seq.request.cache_salt, seq.scorable_from)
+        found = self._cache.look_up(seq.ids, seq.request.kv_scope, seq.scorable_from)
         matched = found.cached_pages * self._cache.page_size
         seq.uncached_tokens = len(seq.ids) - matched
         resumed = self._books.resumable(found.deepest, matched)
@@ -214,7 +214,7 @@ class Carrying:
 
 
 def _begins_alike(other: Sequence, seq: Sequence) -> bool:
-    same_salt = other.request.cache_salt == seq.request.cache_salt
+    same_salt = other.request.kv_scope == seq.request.kv_scope
     return other is not seq and other.phase is Phase.COMPUTING and same_salt
 
 

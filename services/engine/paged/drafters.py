@@ -156,7 +156,7 @@ class Drafter:
         if self._may_share(seq):
             # The salt's texts get only the end of the prompt, which the answer continues: the others have
             # prompts of their own.
-            of_salt = SaltNgrams(seq.ids, seq.request.cache_salt, self._shared, len(seq.request.prompt_ids))
+            of_salt = SaltNgrams(seq.ids, seq.request.kv_scope, self._shared, len(seq.request.prompt_ids))
             siblings = Siblings(seq.ids, self._page_size, lambda: seq.pages.node if seq.pages else None)
             sources = [own, siblings, of_salt]
         drafted = _LookedUp(own, of_salt, Guesser(seq.ids, sources, self._acceptance))

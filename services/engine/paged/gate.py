@@ -216,7 +216,7 @@ class Gate:
             then keeps waiting, and is weighed again.
         """
         assert seq.lookup is not None
-        pages = self._cache.open(seq.ids, seq.request.cache_salt, seq.matchable_tokens, protect=False)
+        pages = self._cache.open(seq.ids, seq.request.kv_scope, seq.matchable_tokens, protect=False)
         if len(pages.pages) < seq.lookup.cached_pages:
             self._cache.close(pages)
             seq.lookup = None
@@ -240,7 +240,7 @@ class Gate:
 
     def _weigh(self, seq: Sequence) -> Newcomer:
         if seq.lookup is None or seq.looked_up_at != self._news:
-            salt, limit = seq.request.cache_salt, seq.matchable_tokens
+            salt, limit = seq.request.kv_scope, seq.matchable_tokens
             seq.lookup = self._cache.look_up(seq.ids, salt, limit, seq.lookup)
             seq.looked_up_at = self._news
         cached, locked = seq.lookup.cached_pages, seq.lookup.locked_pages

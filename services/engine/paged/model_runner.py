@@ -9,11 +9,13 @@ reported.
 So the sequence uses nothing that is cached behind position 2, and rows 2, 3 and 4 report, in any chunks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from services.grammar.matcher import MaskCounts, MaskRequest, Matcher
+from services.values.adapter import Adapter
 from services.values.errors import PeerFailed
 from services.values.kv import KvLayout, PageId, PoolMemory
 from services.values.prompt_logprobs import PromptLogprobs
@@ -130,6 +132,7 @@ class Chunk:
     generated: bool = False
     # It tells what else the rows are to report, about the prompt's next tokens.
     scoring: Scoring | None = None
+    adapter: Adapter | None = None
 
     @property
     def end(self) -> int:
@@ -202,6 +205,26 @@ class DraftModel(Protocol):
         """
 
 
+class RunnerAdapters(Protocol):
+    """A chunk may name an adapter that is loaded; the others' rows are not affected."""
+
+    @property
+    def loaded(self) -> Collection[Adapter]: ...
+
+    def read(self, name: str, directory: Path) -> Any:
+        """Return what `put` takes, which has an `adapter`. Any thread may call it.
+
+        Raises ConfigError where the adapter is damaged, or does not fit the model, or is not served. Raises
+        Unavailable where it cannot be read now.
+        """
+
+    def put(self, read: Any) -> None:
+        """Compute chunks that name it from now on."""
+
+    def drop(self, adapter: Adapter) -> None:
+        """Give it up; no chunk names it any more."""
+
+
 class ModelRunner(Protocol):
     """Only the engine's thread calls its methods, except for `read_pages`."""
 
@@ -232,6 +255,9 @@ class ModelRunner(Protocol):
     @property
     def max_step_drafts(self) -> int:
         """Return the limit on drafts in one step, over all chunks."""
+
+    @property
+    def adapters(self) -> RunnerAdapters: ...
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """Compute one step: store every chunk's KV into its pages, and choose the requested tokens.

@@ -161,9 +161,9 @@ class Pulls:
         return Wanted(end, expected_end, resumes_at)
 
     def _who_pulls(self, seq: sequence.Sequence, end: int) -> sequence.Sequence | None:
-        salt = seq.request.cache_salt
+        salt = seq.request.kv_scope
         pulling = (other for other in self._active if other.phase is Phase.PULLING and other.pulls_to >= end)
-        alike = (other for other in pulling if other.request.cache_salt == salt)
+        alike = (other for other in pulling if other.request.kv_scope == salt)
         return next((other for other in alike if other.ids[:end] == seq.ids[:end]), None)
 
     def bring(self, seq: sequence.Sequence) -> bool:

@@ -67,7 +67,7 @@ class TakeOvers:
             return Declined("no_room", held)
         if len(self) >= _MOST or len(self._gate) or not self._carried.may_open(computes=True):
             return Declined("busy", held)
-        salt = seq.request.cache_salt
+        salt = seq.request.kv_scope
         pages = seq.pages = self._cache.open(seq.ids, salt, end, protect=False, idle_s=idle_s)
         prefix_pages = len(pages.pages)
         spare = self._cache.available_pages - self._gate.growth_pages(self._active)
@@ -114,7 +114,7 @@ class TakeOvers:
         return spell(prefix.node)
 
     def _held(self, seq: sequence.Sequence) -> int:
-        found = self._cache.look_up(seq.ids, seq.request.cache_salt)
+        found = self._cache.look_up(seq.ids, seq.request.kv_scope)
         return self._carried.resumable(found.deepest, found.cached_pages * self._cache.page_size)
 
     def _whole(self, tokens: int) -> int:

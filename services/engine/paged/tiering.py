@@ -346,7 +346,7 @@ class Tiering:
     def _wanted(self, seq: EngineSequence) -> list[bytes]:
         limit = seq.matchable_tokens
         ids = seq.ids if limit is None else seq.ids[:limit]
-        scope_key = scope(self._layout, self._block_tokens, seq.request.cache_salt)
+        scope_key = scope(self._layout, self._block_tokens, seq.request.kv_scope)
         return keys_of(scope_key, ids, self._block_tokens)
 
     def _trusted(self, blocks: Sequence[Block]) -> Sequence[Block]:

@@ -240,10 +240,10 @@ def pack_linears(
         if type(child) is not nn.Linear:  # A subclass computes something else (Llama 4's router).
             pack_linears(child, num_threads, keep, weights)
         elif child not in keep:
-            setattr(module, name, _packed(child, num_threads, weights))
+            setattr(module, name, packed(child, num_threads, weights))
 
 
-def _packed(linear: nn.Linear, num_threads: int, weights: SharedWeights | None) -> nn.Module:
+def packed(linear: nn.Linear, num_threads: int, weights: SharedWeights | None = None) -> nn.Module:
     weight = linear.weight
     if num_threads == 1 and weight.device.type == "cpu" and weight.dtype == torch.float32:
         return PanelLinear(linear, weights)

@@ -1,6 +1,7 @@
 """The torch model runner makes one packed forward pass per engine step over the paged KV pool."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 from services.engine.paged.drafters import DraftFailures
 from services.engine.paged.model_runner import Chunk, DraftModel, Sampled, keep_accepted
+from services.engine.torch.adapters import TorchAdapters
 from services.engine.torch.checkpoint import (
     Checkpoint,
     computed_by,
@@ -61,6 +63,7 @@ class TorchRunner:
         fuses: bool = True,
         kv_dtype: KvDtype | None = None,
         weights: WeightsForm | None = None,
+        lora: Mapping[str, Path] | None = None,
     ) -> None:
         """Load the checkpoint and allocate the pools, with `num_pages` pages of full attention.
 
@@ -80,6 +83,8 @@ class TorchRunner:
         `weights` applies on a GPU, in half precision. With None, 8-bit floats and 4-bit numbers are
         multiplied as the checkpoint stores them. With "fp8" and "int4" all weights but the head's are rounded
         to that form at the start. With "dequantized" all are multiplied in the model's dtype.
+
+        `lora` has directories of adapters by name.
 
         Raises ConfigError where the device, the checkpoint or a pool cannot work, and the message says why.
         Raises Unavailable where memory, the device or a file is missing now, so that another start may
@@ -113,6 +118,9 @@ class TorchRunner:
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None
         self._layout = replace(self._pools.layout, draft=kv)
+        self._adapters = TorchAdapters(self._model.model, self._model.linear_sizes, self._device)
+        for name, directory in (lora or {}).items():
+            self._adapters.put(self._adapters.read(name, directory))
         self._vocab_size = checkpoint.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
         self._masks = StepMasks(checkpoint.vocab_size)
@@ -146,6 +154,10 @@ class TorchRunner:
         return _MAX_STEP_DRAFTS
 
     @property
+    def adapters(self) -> TorchAdapters:
+        return self._adapters
+
+    @property
     def steps_by_way(self) -> Mapping[str, int]:
         return self._graphs.counts
 
@@ -164,8 +176,11 @@ class TorchRunner:
         for chunk in chunks:
             _require_pages(chunk, self.layout.page_size)
             _require_drafts(chunk)
+            if chunk.adapter is not None and chunk.adapter not in self._adapters.loaded:
+                raise ProtocolError(f"adapter {chunk.adapter} is not loaded")
         try:
-            results = self._run(chunks)
+            with self._adapters.computing(chunks) if self._adapters.loaded else nullcontext():
+                results = self._run(chunks)
             finish_step(self._device)
         except BaseException as error:
             abandon_step(self._device, error)

@@ -282,8 +282,9 @@ class StepGraphs:
 
     def _takes(self, chunk: Chunk) -> bool:
         # States of drafts are stored only once it is known which drafts are accepted, so such a step runs
-        # eagerly.
-        return chunk.scoring is None and not (chunk.num_drafts and self._pools.slots)
+        # eagerly. A graph has no adapter in it.
+        waits = chunk.num_drafts and self._pools.slots
+        return chunk.scoring is None and chunk.adapter is None and not waits
 
     def _bucket_for(self, step: _Step) -> _Bucket | None:
         """Return the smallest bucket that fits; it has prompts and single tokens exactly where the step does.

@@ -10,14 +10,16 @@ A step that never ends can be noticed (`watch`) and given up (`abandon`); only t
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
+from prometheus_client.core import CounterMetricFamily, Metric
+
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported, Reserved
-from services.engine.paged.model_runner import RunnerFailed, Sampled
+from services.engine.paged.model_runner import ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.take_overs import Declined
@@ -146,6 +148,12 @@ class CheckBooks:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRunner:
+    change: Callable[[ModelRunner], None]  # It must not raise.
+    answer: Callable[[None], None]
+
+
+@dataclass(frozen=True, slots=True)
 class TierNews:
     """A copy between the pool and a tier has ended, and the next step handles it."""
 
@@ -166,7 +174,7 @@ PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside |
 HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
 TierCommand = TierNews | GiveUpTiers
 OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | TransferEnded
-Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | CheckBooks | Stop
+Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | ChangeRunner | CheckBooks | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +316,9 @@ class EngineThread:
                 core.transfer_ended(seq)
             case CheckBooks(answer):
                 self._call(answer, _checked(core))
+            case ChangeRunner(change, changed):
+                change(core.runner)
+                self._call(changed, None)
             case TierNews():
                 pass
             case GiveUpTiers(are_back):
@@ -387,6 +398,17 @@ def _apply_to_pull(core: EngineCore, command: Command) -> None:
             core.pulls.set_aside(seq, transfer_id, end)
         case EndAside(transfer_id):
             core.pulls.end_aside(transfer_id)
+
+
+def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
+    steps = CounterMetricFamily(
+        "isthmus_steps",
+        "Steps of engine torch on a GPU, by way: graph (replayed from a CUDA graph), eager (launched anew).",
+        labels=["way"],
+    )
+    for way, count in steps_by_way.items():
+        steps.add_metric([way], count)
+    yield steps
 
 
 def _checked(core: EngineCore) -> PageBooks | AssertionError:

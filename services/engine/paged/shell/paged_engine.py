@@ -19,13 +19,13 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
@@ -33,6 +33,7 @@ from services.engine.paged.core_events import Event, Failed, Offer, Reported, To
 from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import Chunk, ModelRunner, TailPages, scores_of
 from services.engine.paged.sequence import Sequence
+from services.engine.paged.shell.adapting import Adapting
 from services.engine.paged.shell.engine_thread import (
     CheckBooks,
     Command,
@@ -40,6 +41,7 @@ from services.engine.paged.shell.engine_thread import (
     GiveUpTiers,
     StepReport,
     TierNews,
+    steps_metric,
 )
 from services.engine.paged.shell.tiers import TierSettings, open_tiers, tier_metrics
 from services.engine.paged.tiering import Tiering
@@ -160,6 +162,7 @@ class PagedEngine:
         self._hangs, self._warm_up_s = False, 0.0
         self._tiers: Tiering | None = None
         self._tiers_left_out = 0
+        self.adapters = Adapting(self)
         self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
@@ -175,6 +178,10 @@ class PagedEngine:
         runner = self._running_core.runner
         draft = (runner.draft.memory,) if runner.draft is not None else ()
         return (runner.memory, *runner.carried_memory, *draft)
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._running_core.runner
 
     @property
     def read_pages(self) -> ReadPages:
@@ -198,6 +205,7 @@ class PagedEngine:
         self._core = await thread.start()
         self._thread = thread
         self._grammars = Grammars(self._model_directory, self.vocab_size)
+        self.adapters.begin(self._core.runner)
         self._load = self._core.load()
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
@@ -313,12 +321,14 @@ class PagedEngine:
     def mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
         if self._stopping:
             raise Unavailable("the rank is stopping")
+        self.adapters.entered(seq.request)
         mailbox = self._mailboxes[seq] = Mailbox()
         self._idle.clear()
         try:
             yield mailbox
         finally:
             del self._mailboxes[seq]
+            self.adapters.left(seq.request)
             if not self._mailboxes:
                 self._idle.set()
 
@@ -427,17 +437,6 @@ class PagedEngine:
 async def _taken(queue: EventQueue) -> AsyncIterator[CacheEvents]:
     while (events := await queue.get()) is not None:
         yield events
-
-
-def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
-    steps = CounterMetricFamily(
-        "isthmus_steps",
-        "Steps of engine torch on a GPU, by way: graph (replayed from a CUDA graph), eager (launched anew).",
-        labels=["way"],
-    )
-    for way, count in steps_by_way.items():
-        steps.add_metric([way], count)
-    yield steps
 
 
 _GREEDY = SamplingParams(temperature=0)

@@ -168,7 +168,7 @@ class _Pull:
         request = PullRequest(
             self._transfer_id,
             self._source.rank.id.generation,
-            seq.request.cache_salt,
+            seq.request.kv_scope,
             tuple(seq.ids[: wanted.end]),
             self._reserved.prefix_len,
             wanted.resumes_at + 1,

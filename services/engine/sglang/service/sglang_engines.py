@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from services.engine.base import RemotePrefill
+from services.engine.base import Adapters, RemotePrefill
 from services.engine.paged.model_runner import check_told
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
@@ -50,6 +50,7 @@ class SglangRank:
     reports_checkpoints = False  # SGLang's events are about full attention alone.
     takes_turns = False  # SGLang's queue has no tenants.
     lends = pulls = False
+    adapters: Adapters | None = None
     hands_over = None
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:

@@ -70,6 +70,8 @@ class ProbeResult:
     states: tuple[State, ...]  # They are in order of their names.
     # These layers are never called: other modules read their weights.
     read_linears: frozenset[torch.nn.Module] = frozenset()
+    # All tokens go through these layers, in order and once; none is of a mixer, an expert or the head.
+    whole_linears: frozenset[torch.nn.Linear] = frozenset()
     logits_dtype: torch.dtype = torch.float32  # Some definitions widen the head's output.
 
     @property

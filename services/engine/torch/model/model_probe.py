@@ -9,6 +9,7 @@ a mixer.
 Any exception refuses the model: its definition needs something that is missing here.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from services.values.kv import GroupKind
 
 _IMPLEMENTATION = "isthmus_probe"
 _TOKENS = (1, 2, 3)
+_EXPERT = re.compile(r"(^|\.)experts\.")
 
 
 def probe(model: PreTrainedModel) -> ProbeResult:
@@ -83,6 +85,7 @@ class _Probe:
     _pending: _KeptTensors | None = None
     _calls: list[AttentionCall] = field(default_factory=list)
     _ran: set[nn.Module] = field(default_factory=set)
+    _shapes: dict[nn.Linear, list[torch.Size]] = field(default_factory=dict)  # These are of what each got.
     _logits_dtype: torch.dtype = torch.float32
 
     def run(self, model: PreTrainedModel) -> None:
@@ -99,13 +102,29 @@ class _Probe:
                 **{cache_argument(model): self},
             )
         self._logits_dtype = output.logits.dtype
+        self._shapes.pop(model.get_output_embeddings(), None)
+        for name, module in model.named_modules():
+            if _EXPERT.search(name):  # It may get its tokens in another order.
+                self._shapes.pop(module, None)
 
     def result(self) -> ProbeResult:
         if self._pending is not None:
             raise ConfigError(f"layer {self._pending.layer_idx} keeps K and V, and attends by itself")
         states = tuple(state for _, (state, _) in sorted(self._states.items()))
-        read_linears = self._read_linears()
-        return ProbeResult(tuple(self._calls), self._mixers(), states, read_linears, self._logits_dtype)
+        mixers = self._mixers()
+        return ProbeResult(
+            tuple(self._calls),
+            mixers,
+            states,
+            self._read_linears(),
+            self._whole_linears(mixers),
+            self._logits_dtype,
+        )
+
+    def _whole_linears(self, mixers: tuple[Mixer, ...]) -> frozenset[nn.Linear]:
+        of_mixers = {part for mixer in mixers for part in mixer.module.modules()}
+        whole = {linear for linear, shapes in self._shapes.items() if _is_whole(shapes)}
+        return frozenset(linear for linear in whole if linear not in of_mixers)
 
     def _read_linears(self) -> frozenset[nn.Module]:
         linears = {
@@ -123,9 +142,11 @@ class _Probe:
             states_of[owner].append(name)
         return tuple(Mixer(module, tuple(names)) for module, names in states_of.items())
 
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
         self._running.append(module)
         self._ran.add(module)
+        if type(module) is nn.Linear and len(inputs) == 1:
+            self._shapes.setdefault(module, []).append(inputs[0].shape)
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._running.pop()
@@ -220,6 +241,10 @@ class _Probe:
     ) -> None:
         name = (layer_idx, kind, index)
         self._states[name] = State(name, shape, dtype), self._running[-1]
+
+
+def _is_whole(shapes: list[torch.Size]) -> bool:
+    return len(shapes) == 1 and shapes[0][:-1] in (torch.Size((1, len(_TOKENS))), torch.Size((len(_TOKENS),)))
 
 
 class _NoStates:

@@ -80,6 +80,12 @@ class PackedModel:
         self.scan_tokens = scan_tokens(index_block) if self.device.type == "cpu" else None
         self._cache_argument = cache_argument(model)
         self.probed = probe(model)
+        whole = self.probed.whole_linears
+        self.linear_sizes = {  # These are the inputs and outputs of layers that may have adapters.
+            name: (each.in_features, each.out_features)
+            for name, each in model.named_modules()
+            if isinstance(each, torch.nn.Linear) and each in whole
+        }
         self.fused = Fused()
         if fuses and self.device.type == "cuda":
             self.fused = fuse(model, self.probed.read_linears)

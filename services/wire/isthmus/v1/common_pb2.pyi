@@ -254,3 +254,11 @@ class KvPath(_message.Message):
     reach: str
     lanes: str
     def __init__(self, kind: _Optional[str] = ..., reach: _Optional[str] = ..., lanes: _Optional[str] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "digest")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    digest: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...

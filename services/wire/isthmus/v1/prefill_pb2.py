@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18isthmus/v1/prefill.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"&\n\x10WatchLoadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\"c\n\nRendezvous\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\"\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.isthmus.v1.RankId\"\xcf\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x16\n\x0enum_output_ids\x18\x03 \x01(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12*\n\nrendezvous\x18\x07 \x01(\x0b\x32\x16.isthmus.v1.Rendezvous\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12)\n\tpull_from\x18\n \x01(\x0b\x32\x16.isthmus.v1.PullSource\x12&\n\x05share\x18\x0b \x01(\x0b\x32\x17.isthmus.v1.TenantShare\"\xc4\x02\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x37\n\x14\x66irst_token_logprobs\x18\x02 \x01(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x11\n\tcompute_s\x18\x07 \x01(\x01\x12\x33\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.isthmus.v1.PackedLogprobs\x12\"\n\x06pulled\x18\t \x01(\x0b\x32\x12.isthmus.v1.Pulled\x12\x16\n\x0e\x62rought_tokens\x18\n \x01(\r2\x99\x01\n\x07Prefill\x12\x42\n\x07Prefill\x12\x1a.isthmus.v1.PrefillRequest\x1a\x1b.isthmus.v1.PrefillResponse\x12J\n\tWatchLoad\x12\x1c.isthmus.v1.WatchLoadRequest\x1a\x1d.isthmus.v1.WatchLoadResponse0\x01\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18isthmus/v1/prefill.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"&\n\x10WatchLoadRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"7\n\x11WatchLoadResponse\x12\"\n\x04load\x18\x01 \x01(\x0b\x32\x14.isthmus.v1.RankLoad\"c\n\nRendezvous\x12\x0c\n\x04room\x18\x01 \x01(\x06\x12\"\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x12.isthmus.v1.RankId\x12#\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.isthmus.v1.RankId\"\xf5\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x16\n\x0enum_output_ids\x18\x03 \x01(\r\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.isthmus.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12*\n\nrendezvous\x18\x07 \x01(\x0b\x32\x16.isthmus.v1.Rendezvous\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12)\n\tpull_from\x18\n \x01(\x0b\x32\x16.isthmus.v1.PullSource\x12&\n\x05share\x18\x0b \x01(\x0b\x32\x17.isthmus.v1.TenantShare\x12$\n\x07\x61\x64\x61pter\x18\x0c \x01(\x0b\x32\x13.isthmus.v1.Adapter\"\xc4\x02\n\x0fPrefillResponse\x12\x16\n\x0e\x66irst_token_id\x18\x01 \x01(\r\x12\x37\n\x14\x66irst_token_logprobs\x18\x02 \x01(\x0b\x32\x19.isthmus.v1.TokenLogprobs\x12\x1a\n\x12prefill_prefix_len\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x16\n\x0ekv_bytes_moved\x18\x05 \x01(\x04\x12\x0f\n\x07queue_s\x18\x06 \x01(\x01\x12\x11\n\tcompute_s\x18\x07 \x01(\x01\x12\x33\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1a.isthmus.v1.PackedLogprobs\x12\"\n\x06pulled\x18\t \x01(\x0b\x32\x12.isthmus.v1.Pulled\x12\x16\n\x0e\x62rought_tokens\x18\n \x01(\r2\x99\x01\n\x07Prefill\x12\x42\n\x07Prefill\x12\x1a.isthmus.v1.PrefillRequest\x1a\x1b.isthmus.v1.PrefillResponse\x12J\n\tWatchLoad\x12\x1c.isthmus.v1.WatchLoadRequest\x1a\x1d.isthmus.v1.WatchLoadResponse0\x01\x42\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,9 +40,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RENDEZVOUS']._serialized_start=162
   _globals['_RENDEZVOUS']._serialized_end=261
   _globals['_PREFILLREQUEST']._serialized_start=264
-  _globals['_PREFILLREQUEST']._serialized_end=599
-  _globals['_PREFILLRESPONSE']._serialized_start=602
-  _globals['_PREFILLRESPONSE']._serialized_end=926
-  _globals['_PREFILL']._serialized_start=929
-  _globals['_PREFILL']._serialized_end=1082
+  _globals['_PREFILLREQUEST']._serialized_end=637
+  _globals['_PREFILLRESPONSE']._serialized_start=640
+  _globals['_PREFILLRESPONSE']._serialized_end=964
+  _globals['_PREFILL']._serialized_start=967
+  _globals['_PREFILL']._serialized_end=1120
 # @@protoc_insertion_point(module_scope)

@@ -1,0 +1,88 @@
+"""Adapters come and go while an engine serves.
+
+    load   --> read beside the loop --> the engine's thread computes with it --> requests may name it
+    unload --> no request may name it --> those that run have ended --> the thread gives it up
+
+The two wait for each other. What a rank has cached with an adapter stays: its name and digest are part of
+what separates KV.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from services.engine.paged.model_runner import ModelRunner
+from services.engine.paged.shell.engine_thread import ChangeRunner
+from services.values.adapter import Adapter
+from services.values.errors import InvalidRequest, NotFound, Unavailable
+from services.values.request import GenerationRequest
+
+if TYPE_CHECKING:
+    from services.engine.paged.shell.paged_engine import PagedEngine
+
+
+class Adapting:
+    """It implements services.engine.base.Adapters."""
+
+    def __init__(self, engine: "PagedEngine") -> None:
+        self._engine = engine
+        self._named: dict[str, Adapter] = {}
+        self._changing = asyncio.Lock()
+        self._running: dict[Adapter, int] = {}
+        self._one_ended = asyncio.Event()
+        self._dropping: set[asyncio.Task[None]] = set()
+
+    def begin(self, runner: ModelRunner) -> None:
+        self._named = {adapter.name: adapter for adapter in runner.adapters.loaded}
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        return tuple(sorted(self._named.values()))
+
+    def entered(self, request: GenerationRequest) -> None:
+        """Raise Unavailable where the rank has not loaded what the request names."""
+        if (adapter := request.adapter) is not None:
+            if self._named.get(adapter.name) != adapter:
+                raise Unavailable(f"adapter {adapter} is not loaded on this rank")
+            self._running[adapter] = self._running.get(adapter, 0) + 1
+
+    def left(self, request: GenerationRequest) -> None:
+        if (adapter := request.adapter) is not None:
+            self._running[adapter] -= 1
+            self._one_ended.set()
+
+    async def load(self, name: str, directory: Path) -> Adapter:
+        async with self._changing:
+            adapters = self._engine.runner.adapters
+            read = await asyncio.to_thread(adapters.read, name, directory)
+            adapter: Adapter = read.adapter
+            before = self._named.get(name)
+            if before not in (None, adapter):
+                raise InvalidRequest(f"adapter {before} is loaded, with other weights; unload it first")
+            if before is None:
+                await self._change(lambda runner: runner.adapters.put(read))
+                self._named[name] = adapter
+            return adapter
+
+    async def unload(self, name: str) -> None:
+        adapter = self._named.pop(name, None)
+        if adapter is None:
+            raise NotFound(f"adapter {name!r} is not loaded on this rank")
+        # A caller that gives up does not stop it.
+        dropping = asyncio.create_task(self._drop(adapter), name=f"drop-{adapter}")
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+        await asyncio.shield(dropping)
+
+    async def _drop(self, adapter: Adapter) -> None:
+        async with self._changing:
+            while self._running.get(adapter):
+                self._one_ended.clear()
+                await self._one_ended.wait()
+            self._running.pop(adapter, None)
+            await self._change(lambda runner: runner.adapters.drop(adapter))
+
+    async def _change(self, change: Callable[[ModelRunner], None]) -> None:
+        await self._engine.answer(partial(ChangeRunner, change))
