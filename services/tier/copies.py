@@ -161,14 +161,17 @@ class Look(Copy):
     def __init__(self, shared: SharedFiles, tier: int) -> None:
         super().__init__()
         self.is_over = False
+        self.took_s = 0.0
         self.at_tier = tier
         self._shared = shared
 
     def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+        began_s = time.monotonic()
         try:
             self._shared.look()
         except OSError as error:
             self.error = error
+        self.took_s = time.monotonic() - began_s
 
 
 class LoadEnd(Enum):

@@ -18,6 +18,7 @@ Rule 1: pages are published only when their bytes have been compared.
 Rule 2: whatever happens to a read, the sequence computes the rest: a tier may cost time, but no request.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -55,7 +56,8 @@ _TICKET_WAITS_S = 10.0
 # needs, and not for long.
 _READ_AHEAD_FOR = 8
 _MOST_AHEAD_BYTES = 1 << 30
-_LOOK_AGAIN_S = 0.5  # A look at what others keep is as good as new for so long.
+_LOOK_AGAIN_S = 0.5  # A look at what others keep is as good as new for so long,
+_LOOK_SHARE = 20  # or for so many times the time that it took: nearly all of the thread's time is for copies.
 _LOOK_WAITS_S = 0.05  # Nobody waits longer for a look.
 
 
@@ -115,7 +117,7 @@ class Tiering:
         self._shared = shared
         self._shared_tier = len(self._num_slots)
         self._look: Look | None = None
-        self._looked_s = -_LOOK_AGAIN_S
+        self._look_again_s = -math.inf
         self._health = TierHealth(self._shared_tier + (shared is not None), self.counts, clock)
         self._ended: SimpleQueue[Copy] = SimpleQueue()
         self._fills: dict[EngineSequence, Fill] = {}
@@ -231,14 +233,15 @@ class Tiering:
             return False
         if self._look is None:
             look = Look(self._shared, self._shared_tier)
-            if now_s - self._looked_s < _LOOK_AGAIN_S or not self.thread.submit(look):
+            if now_s < self._look_again_s or not self.thread.submit(look):
                 return False
             self._look = look
         self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, _LOOK_WAITS_S), behind=self._look)
         return True
 
     def _note_look(self, look: Look) -> None:
-        self._look, self._looked_s, look.is_over = None, self._clock(), True
+        self._look, look.is_over = None, True
+        self._look_again_s = self._clock() + max(_LOOK_AGAIN_S, _LOOK_SHARE * look.took_s)
         if look.error is not None:
             self._health.note_error(self._shared_tier, str(look.error), reading=True)
 

@@ -308,7 +308,7 @@ def test_what_another_rank_keeps_in_its_file_is_read_and_not_computed(tmp_path, 
         other_key = b"other key, 16 by"
         record = Stored(blocks[2].place.slot, other_key, ROOT, 7, 0, 1_000)
         owner.slabs[0].write(record.slot, memoryview(bytes(owner.slabs[0].shape.slot_bytes)), record)
-        rank.tiers._looked_s = rank.now + 1  # The look is as good as new.
+        rank.tiers._look_again_s = rank.now + 1  # The look is as good as new.
         assert rank.generate(prompt) == continuation(prompt, 3)
         counts = rank.tiers.counts
         assert (counts.tokens_shared, counts.loads, counts.errors) == (2 * BLOCK, {"gone": 1}, 0)
@@ -330,6 +330,12 @@ def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
     while seq not in rank.finished:
         rank.step()  # The disk never answers.
     assert rank.tokens[seq] == continuation(prompt, 3)
+    (look,) = rank.thread.waiting
+    rank.thread.run()
+    look.took_s = 2.0
+    rank.step()
+    assert look.is_over
+    assert rank.tiers._look_again_s > rank.now + 39.0, "what takes long is not done often"
 
 
 def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():
