@@ -67,8 +67,8 @@ class FairShare:
         del self._present[share.tenant]
         if not self._present:
             self._serving = None
-        # Who is ahead of the others stays so: a pause makes nobody's count less.
-        for name in [name for name, had in self._had.items() if had <= self._now]:
+        # What a tenant has had is kept while it would have less if it came anew: a pause makes no count less.
+        for name in [name for name, had in self._had.items() if had <= self._now - CREDIT_TOKENS]:
             if name not in self._present:
                 del self._had[name], self._weights[name]
 

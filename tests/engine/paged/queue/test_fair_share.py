@@ -4,7 +4,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.engine.paged.fair_share import (
@@ -50,6 +50,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(EVENTS)
+@example([("b", "came", 1), ("b", "charge", 1), ("b", "left", 1), ("b", "came", 1)])
 def test_a_pause_saves_up_no_more_than_a_bound_and_hides_nothing(events):
     shares, present, charged = FairShare(), dict.fromkeys("abc", 0), dict.fromkeys("abc", -math.inf)
     for tenant, what, tokens in events:
