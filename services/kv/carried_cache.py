@@ -264,6 +264,10 @@ class CarriedCache:
             units[self._recurrent.index] = (seq.slot,)
         return tuple(units)
 
+    def units_of_point(self, point: SavedPoint) -> tuple[tuple[PageId, ...], ...]:
+        """Return the units of a checkpoint, by group, each group's in token order."""
+        return tuple(tuple(self._units_of_point(pool, point)) for pool in self._pools)
+
     # -- checkpoints ----------------------------------------------------------------------------
 
     def note_border(self, seq: SequenceCarried) -> None:
@@ -324,9 +328,8 @@ class CarriedCache:
                 )
             for seq in self._sequences:
                 own = len(self._units_of_sequence(pool, seq))
-                assert own <= pool.of_sequence, (
-                    f"{pool.group.kind}: a sequence holds {own} of {pool.of_sequence}"
-                )
+                too_many = f"{pool.group.kind}: a sequence holds {own} of {pool.of_sequence}"
+                assert own <= pool.of_sequence, too_many
             going_on = sum(not seq.rests for seq in self._sequences)
             assert pool.has_room(going_on, self._resting_units(pool)), (
                 f"{pool.group.kind}: more are open than may be"

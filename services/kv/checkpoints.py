@@ -18,7 +18,7 @@ it. A checkpoint below which two sequences have branched is kept for a third one
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from itertools import count
 from math import gcd
 from typing import Generic, Protocol, TypeVar
@@ -178,9 +178,13 @@ class _KeptPoint:
 
 @dataclass(slots=True)
 class Checkpoints:
-    """There is at most one checkpoint per node. `drop` is called with each one that is removed."""
+    """There is at most one checkpoint per node. `drop` is called with each one that is removed.
+
+    Before that, `copied_no_more` is called with one that was kept, whose units may have new content soon.
+    """
 
     drop: Callable[[SavedPoint], None]
+    copied_no_more: Callable[[SavedPoint], None] = lambda point: None
     events: BlockLedger = field(default_factory=BlockLedger)
     _kept: dict[Node, _KeptPoint] = field(default_factory=dict)
     _order: EvictionOrder[_KeptPoint] = field(default_factory=EvictionOrder)
@@ -220,6 +224,22 @@ class Checkpoints:
         kept = self._deepest(node)
         return kept.point if kept is not None else None
 
+    def to_use(self, node: Node | None) -> Iterator[tuple[Node, SavedPoint]]:
+        """Yield the checkpoints down to `node` that are expected to be used, the deepest first.
+
+        The last two count as such: the next turn goes on from one, and who asks again from the other.
+        """
+        kept, place = self._deepest(node), 0
+        while kept is not None:
+            if kept.uses or place < 2:
+                yield kept.node, kept.point
+            kept, place = kept.above, place + 1
+
+    def next_to_go(self, most: int) -> list[tuple[Node, SavedPoint]]:
+        """Return those of the `most` of least worth that are expected to be used. This counts as no use."""
+        least = nsmallest(most, self._kept.values(), key=lambda kept: kept.worth)
+        return [(kept.node, kept.point) for kept in least if kept.uses]
+
     def use(self, node: Node | None) -> SavedPoint | None:
         kept = self._deepest(node)
         if kept is None:
@@ -243,6 +263,7 @@ class Checkpoints:
         self._order.remove(gone)
         if node.block_hash is not None:
             self.events.note(node.block_hash, stored=False)
+        self.copied_no_more(gone.point)
         self.drop(gone.point)
 
     def check(self) -> None:

@@ -19,16 +19,17 @@ import ctypes
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import Block, Place, Stored
+from services.kv.tiers.slot_spans import Span
 from services.kv.tiers.wait_or_cut import Left
 from services.tier.shared import SharedFiles, SlotGone
-from services.values.kv import PageId, PoolMemory
+from services.values.kv import PoolMemory
 
 Clock = Callable[[], float]
 
@@ -44,23 +45,24 @@ class Slots(Protocol):
 
 
 class Staging:
-    def __init__(self, slot_bytes: int, page_bytes: int, pool: PoolMemory) -> None:
-        self._page_bytes = page_bytes
-        self._pool_address = pool.base_address
+    def __init__(self, slot_bytes: int, unit_bytes: Sequence[int], pools: Sequence[PoolMemory]) -> None:
+        """`pools` are a rank's, in the order of `KvLayout.unit_bytes`, and all in the host's memory."""
+        self._pools = [(pool.base_address, size) for pool, size in zip(pools, unit_bytes, strict=True)]
         buffer = (ctypes.c_char * slot_bytes)()
         self._address = ctypes.addressof(buffer)
         self.bytes = memoryview(buffer).cast("B")
 
-    def take(self, pages: Sequence[PageId]) -> None:
-        for index, page in enumerate(pages):
-            ctypes.memmove(self._address + index * self._page_bytes, self._of(page), self._page_bytes)
+    def take(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            ctypes.memmove(self._address + span.at, self._of(span), span.num_bytes)
 
-    def give(self, pages: Sequence[PageId], first: int) -> None:
-        for index, page in enumerate(pages, start=first):
-            ctypes.memmove(self._of(page), self._address + index * self._page_bytes, self._page_bytes)
+    def give(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            ctypes.memmove(self._of(span), self._address + span.at, span.num_bytes)
 
-    def _of(self, page: PageId) -> int:
-        return self._pool_address + page * self._page_bytes
+    def _of(self, span: Span) -> int:
+        base, unit_bytes = self._pools[span.pool]
+        return base + span.unit * unit_bytes + span.start
 
 
 class Copy:
@@ -91,21 +93,24 @@ class Copy:
 
 
 class Store(Copy):
-    """It copies one block from its pages into its slot. `digest` is set if that worked."""
+    """It copies a block from its pages into its slot, or all parts of a checkpoint into theirs, in order.
 
-    def __init__(self, block: Block, pages: Sequence[PageId]) -> None:
+    `digests` has those of the slots that are written.
+    """
+
+    def __init__(self, *parts: tuple[Block, Sequence[Span]]) -> None:
         super().__init__()
-        self.block = block
-        self.pages = tuple(pages)
-        self.digest: int | None = None
-        self._place, self._record = block.place, record_of(block)
+        self.blocks = tuple(block for block, _ in parts)
+        self.digests: list[int] = []
+        self._parts = [(block.place, record_of(block), spans) for block, spans in parts]
 
     def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
-        if not self._with_pool(lambda: staging.take(self.pages)):
-            return
-        self.at_tier = self._place.tier
         try:
-            self.digest = slabs[self._place.tier].write(self._place.slot, staging.bytes, self._record)
+            for place, record, spans in self._parts:
+                if not self._with_pool(lambda spans=spans: staging.take(spans)):  # type: ignore[misc]
+                    return
+                self.at_tier = place.tier
+                self.digests.append(slabs[place.tier].write(place.slot, staging.bytes, record))
         except OSError as error:
             self.error = error
 
@@ -188,17 +193,20 @@ class CopyPiece:
     block: Block
     place: Place
     digest: int
-    first: int
-    pages: tuple[PageId, ...]
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPace:
-    """Reading goes on only while it is faster than computing; each piece saves the computing of `tokens`."""
+    """Reading goes on only while it is faster than computing; each piece saves the computing of `tokens`.
+
+    With `is_whole` the copy saves so many tokens, but only once all of it is there.
+    """
 
     tokens: int
     computed_tokens_per_s: float
     clock: Clock = field(default=time.monotonic)
+    is_whole: bool = False
 
 
 class LoadCopy(Copy):
@@ -241,20 +249,22 @@ class LoadCopy(Copy):
         return LoadEnd.WHOLE
 
     def _give(self, staging: Staging, piece: CopyPiece) -> None:
-        staging.give(piece.pages, piece.first)
+        staging.give(piece.spans)
         self.num_done += 1
 
     def _is_worth_reading(self) -> bool:
         if self.num_done == 0:
             return True
         pace, left = self._pace, len(self.pieces) - self.num_done
-        seconds = left * sum(self.read_s.values()) / self.num_done
-        return Left(seconds, left * pace.tokens, pace.computed_tokens_per_s).is_worth_reading
+        seconds, tokens = left * sum(self.read_s.values()) / self.num_done, pace.tokens
+        tokens *= 1 if pace.is_whole else left
+        return Left(seconds, tokens, pace.computed_tokens_per_s).is_worth_reading
 
 
 def record_of(block: Block) -> Stored:
     return Stored(
-        block.place.slot, block.key, block.parent_key, block.block_hash, block.digest, block.sequence
+        *(block.place.slot, block.key, block.parent_key, block.block_hash, block.digest, block.sequence),
+        *(block.kind, block.with_draft),
     )
 
 

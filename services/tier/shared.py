@@ -39,6 +39,7 @@ class SlotGone(Exception):
 class Seen(NamedTuple):
     slot: int  # It counts the slots of all files that were ever open.
     digest: int
+    with_draft: bool = False
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class SharedFiles:
             self._forget_slot(file, slot)
             if (stored := unpacked(slot, memoryview(new)[at])) is not None:
                 file.records[slot] = stored
-                self._seen[stored.key] = Seen(file.first_slot + slot, stored.digest)
+                self._seen[stored.key] = Seen(file.first_slot + slot, stored.digest, stored.with_draft)
         return True
 
     def _forget_slot(self, file: _File, slot: int) -> None:

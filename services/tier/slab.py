@@ -1,8 +1,9 @@
 """A slab is a file of equal slots after a table of records. It has one format, in memory and on a disk.
 
     header   magic, TIER_FORMAT, layout id, bytes of a slot, slots, XXH3 of these
-    table    64 bytes a slot: key 16 | parent 16 | index hash 8 | digest 8 | sequence 8 | XXH3 of these 56
-    slots    the pages of one block each, as they are in the pool
+    table    64 bytes a slot: key 16 | parent 16 | index hash 8 | digest 8 | sequence 7, kind 1 | XXH3 of
+             these 56
+    slots    the pages of one block each, as they are in the pool, or a part of a checkpoint
 
 The whole file is allocated at the start, so a full disk is noticed then or never. A record is emptied before
 its payload is written, and written after it, so a slot that a killed process left incomplete is an empty one.
@@ -24,7 +25,7 @@ from struct import Struct
 from typing import Any
 
 from services.kv.page_digest import digest_of
-from services.kv.tiers.books import Stored
+from services.kv.tiers.books import SlotKind, Stored
 from services.kv.tiers.tier_keys import TIER_FORMAT
 from services.values.errors import ConfigError
 
@@ -33,6 +34,10 @@ _MAGIC = b"isthmusT"
 _RECORD = Struct("<16s16sQQQQ")
 RECORD_BYTES = _RECORD.size
 _RECORDED = _RECORD.size - 8  # These bytes are under the record's own digest.
+_KIND_AT = 56  # The sequence has so many bits, and then come those of SlotKind and the draft's.
+_WITH_DRAFT = 1 << 63
+_KIND_BITS = 3
+_KINDS = frozenset(SlotKind)
 _NAME = "blocks"
 _LAYOUT = "[0-9a-f]{16}"
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -414,13 +419,16 @@ def _records_of(table: bytearray) -> list[memoryview]:
 
 
 def _packed(stored: Stored) -> bytes:
-    fields = (stored.key, stored.parent_key, stored.block_hash, stored.digest, stored.sequence)
+    sequence = stored.sequence | stored.kind << _KIND_AT | (_WITH_DRAFT if stored.with_draft else 0)
+    fields = (stored.key, stored.parent_key, stored.block_hash, stored.digest, sequence)
     record = _RECORD.pack(*fields, 0)
     return _RECORD.pack(*fields, digest_of(memoryview(record)[:_RECORDED]))
 
 
 def unpacked(slot: int, record: memoryview) -> Stored | None:
     key, parent_key, block_hash, digest, sequence, own_digest = _RECORD.unpack(record)
-    if digest_of(record[:_RECORDED]) != own_digest:
+    if digest_of(record[:_RECORDED]) != own_digest or sequence >> _KIND_AT & _KIND_BITS not in _KINDS:
         return None
-    return Stored(slot, key, parent_key, block_hash, digest, sequence)
+    kind, with_draft = SlotKind(sequence >> _KIND_AT & _KIND_BITS), bool(sequence & _WITH_DRAFT)
+    sequence &= (1 << _KIND_AT) - 1
+    return Stored(slot, key, parent_key, block_hash, digest, sequence, kind, with_draft)

@@ -195,6 +195,42 @@ def demote_after_eviction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Storing, "lent", lambda self, pages: None)
 
 
+def demote_state_after_eviction(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is copied down though it has been evicted and its state is somebody else's."""
+    from services.engine.paged.storing import Storing
+
+    patch.setattr(Storing, "_copy_no_more", lambda self, point: None)
+
+
+def resume_before_the_state(patch: pytest.MonkeyPatch) -> None:
+    """Who has read the pages up to a checkpoint goes on there, though its state or its tails did not come."""
+    from services.engine.paged.tiering import Tiering
+
+    take = Tiering._take_read
+
+    def mutated(self, fill):
+        if take(self, fill) or not fill.found.parts:
+            return True
+        fill.seq.computed = fill.found.end
+        fill.seq.stored = max(fill.seq.stored, fill.found.end)
+        return True
+
+    patch.setattr(Tiering, "_take_read", mutated)
+
+
+def state_of_another_border(patch: pytest.MonkeyPatch) -> None:
+    """A checkpoint below the pool is named by its layout alone, not by the block at whose end it lies."""
+    from services.engine.paged.tiered_pool import TieredPool
+    from services.kv.tiers.tier_keys import ROOT
+
+    part_keys = TieredPool.part_keys
+
+    def mutated(self, salt, block_key, position):
+        return part_keys(self, salt, ROOT, position)
+
+    patch.setattr(TieredPool, "part_keys", mutated)
+
+
 def ticket_promises_tier(patch: pytest.MonkeyPatch) -> None:
     """A decode rank has prefill write less than it lacks: what its tier is to fill counts as filled."""
     from services.engine.paged.sequence import Phase
@@ -270,6 +306,9 @@ MUTATIONS = {
         tier_without_digest,
         tier_wrong_parent,
         demote_after_eviction,
+        demote_state_after_eviction,
+        resume_before_the_state,
+        state_of_another_border,
         closure_off,
         ticket_promises_tier,
         fill_where_a_source_writes,

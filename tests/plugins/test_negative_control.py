@@ -34,6 +34,9 @@ WATCHDOGS = {
     "tier_without_digest": (f"{TIERS}::test_a_slot_that_came_changed_is_computed_instead",),
     "tier_wrong_parent": (f"{TIERS}::test_a_block_is_another_one_behind_another_prefix",),
     "demote_after_eviction": (f"{TIERS}::test_a_page_that_was_evicted_is_copied_no_more",),
+    "demote_state_after_eviction": (f"{TIERS}::test_a_state_that_was_evicted_is_copied_no_more",),
+    "resume_before_the_state": (f"{TIERS}::test_a_state_that_does_not_come_whole_is_computed",),
+    "state_of_another_border": (f"{TIERS}::test_a_state_is_that_of_its_prefix_alone",),
     "ticket_promises_tier": (
         f"{TIERS}::test_who_receives_is_written_to_only_when_its_tier_has_filled_it",
         "tests/engine/paged/core/test_tier_stories.py::test_tiers[a_torn_block]",

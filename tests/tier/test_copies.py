@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from services.kv.tiers.books import TierBooks
+from services.kv.tiers.slot_spans import Span
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Staging, Store
@@ -30,7 +31,7 @@ class Rank:
         self.pool[:] = np.arange(8)[:, None] + 1
         self.slabs = [slabs.open_memory(None, SHAPE, FileCalls(**calls)) for _ in range(2)]
         self.books = TierBooks([SHAPE.num_slots] * 2)
-        self.staging = Staging(SLOT, PAGE, PoolMemory(self.pool.ctypes.data, 8))
+        self.staging = Staging(SLOT, [PAGE], [PoolMemory(self.pool.ctypes.data, 8)])
         self.now_s = 0.0
 
     def run(self, copy):
@@ -39,20 +40,23 @@ class Rank:
 
     def store(self, number, pages, parent=ROOT):
         block = self.books.claim(bytes([number]) * 16, parent, number)
-        copy = self.run(Store(block, [PageId(p) for p in pages]))
-        self.books.written(block, copy.digest)
+        copy = self.run(Store((block, spans(pages))))
+        self.books.written(block, copy.digests[0])
         return block
 
     def load(self, wanted, tokens_per_s=0.0):
         pieces = [
-            CopyPiece(block, block.place, block.digest, first, tuple(map(PageId, pages)))
-            for block, first, pages in wanted
+            CopyPiece(block, block.place, block.digest, spans(pages, first)) for block, first, pages in wanted
         ]
         return LoadCopy(pieces, CopyPace(10, tokens_per_s, lambda: self.now_s))
 
     def close(self):
         for slab in self.slabs:
             slab.close()
+
+
+def spans(pages, first=0):
+    return tuple(Span(i * PAGE, 0, PageId(page), 0, PAGE) for i, page in enumerate(pages, start=first))
 
 
 @pytest.fixture
@@ -111,9 +115,9 @@ def test_a_copy_that_was_stopped_touches_no_page(rank):
     load.stop()
     assert (rank.run(load).end, load.num_done) == (LoadEnd.STOPPED, 0)
     claimed = rank.books.claim(bytes([2]) * 16, ROOT, 2)
-    store = Store(claimed, [PageId(2), PageId(3)])
+    store = Store((claimed, spans([2, 3])))
     store.stop()
-    assert rank.run(store).digest is None
+    assert rank.run(store).digests == []
     assert rank.pool[:, 0].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -152,7 +156,7 @@ def test_reads_go_before_writes_and_the_queue_is_bounded():
         go.wait()
 
     thread = TierThread(rank.slabs, rank.staging, done)
-    stores = [Store(rank.books.claim(bytes([9, n]) * 8, ROOT, 0), [PageId(0), PageId(1)]) for n in range(80)]
+    stores = [Store((rank.books.claim(bytes([9, n]) * 8, ROOT, 0), spans([0, 1]))) for n in range(80)]
     taken = [store for store in stores if thread.submit(store)]
     assert 64 <= len(taken) <= 65  # one may be running
     load = rank.load([(block, 0, [4, 5])])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kv.tiers.books import Stored, TierBooks
+from services.kv.tiers.books import SlotKind, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import is_whole
@@ -20,7 +20,8 @@ NOWHERE = Path("/proc/nowhere")
 
 
 def record(number, parent=ROOT):
-    return Stored(number, bytes([number]) * 16, parent, number, 0, number)
+    kind = SlotKind(number % 3)
+    return Stored(number, bytes([number]) * 16, parent, number, 0, number, kind, number % 2 == 1)
 
 
 def payload(number):

@@ -122,9 +122,6 @@
 {{- if gt (int $worker.gpus) 0 -}}
 {{- fail (printf "%s.tiers: a pool on a GPU has no tiers yet" .role) -}}
 {{- end -}}
-{{- if hasKey $worker.flags "draft-model" -}}
-{{- fail (printf "%s.tiers: what %s.flags.draft-model remembers has no tier yet" .role .role) -}}
-{{- end -}}
 {{- $cache := printf "%s-cache" .role -}}
 {{- if has (index $worker.flags $cache | default "on" | toString) (list "off" "false") -}}
 {{- fail (printf "%s.tiers keeps what %s.flags.%s has, which is off" .role .role $cache) -}}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from services.cli import screen
 from services.cli.table import fold, format_bytes
 from services.engine.engine_config import TIER_BOUNDS
-from services.engine.paged.shell.tiers import TierPlace, check_tiers, tier_places
+from services.engine.paged.shell.tiers import TierPlace, check_room, check_tiers, tier_places
 from services.kv.tails import PoolSizes, units_at, units_for
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
 from services.model.model_config import Pool, context_tokens, kv_dtype
@@ -101,6 +101,13 @@ class CarriedPools:
     def slot_bytes(self) -> int:
         recurrent = self.groups.recurrent
         return self.slots * recurrent.state_bytes(self.dtype, self.tp_size) if recurrent else 0
+
+    @property
+    def point_bytes(self) -> int:
+        """Return the bytes of one checkpoint, with the longest tails."""
+        windows, recurrent = self.groups.windows, self.groups.recurrent
+        tails = [tail_bytes(window, self.dtype, self.page_size, self.tp_size) for window in windows]
+        return sum(tails) + (recurrent.state_bytes(self.dtype, self.tp_size) if recurrent else 0)
 
     @property
     def size_bytes(self) -> int:
@@ -273,7 +280,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         (gpu_gib / 10 if config.reserve_gib is None else config.reserve_gib) * _GIB,
         gpu_gib * _GIB,
         _start_bytes(config, checkpoint),
-        sum(place.size_bytes for place in _tiers(config, checkpoint) if place.directory is None),
+        sum(place.size_bytes for place in _tiers(config) if place.directory is None),
     )
 
 
@@ -336,7 +343,7 @@ def report(config: SizeConfig, checkpoint: dict[str, Any]) -> list[str]:
     if config.pool_gib is not None:
         lines.append(_held(config, pool, config.pool_gib * _GIB - carried.size_bytes))
     if config.kv_tier:
-        lines += _tier_lines(config, checkpoint, pool)
+        lines += _tier_lines(config, checkpoint, pool, carried)
     return lines + _remarks(config, checkpoint)
 
 
@@ -382,40 +389,50 @@ def _held(config: SizeConfig, pool: Pool, size_bytes: float) -> str:
     return text
 
 
-def _tiers(config: SizeConfig, checkpoint: dict[str, Any]) -> tuple[TierPlace, ...]:
+def _tiers(config: SizeConfig) -> tuple[TierPlace, ...]:
     """Return the tiers of a rank. Raises ConfigError where the rank would refuse them at its start."""
-    places, groups = tier_places(config.kv_tier), layer_groups(checkpoint)
+    places = tier_places(config.kv_tier)
     if places:
         if config.engine == "sglang":
             raise ConfigError("--kv-tier is not for --engine=sglang")
-        carries = bool(groups.windows) or groups.recurrent is not None
-        check_tiers(carries=carries, drafts=config.draft_model is not None, on_gpu=config.tp_size > 1)
+        check_tiers(on_gpu=config.tp_size > 1)
     return places
 
 
-def _tier_lines(config: SizeConfig, checkpoint: dict[str, Any], pool: Pool) -> Iterator[str]:
-    """Yield what each tier holds and how fast it is, and the memory of a rank that has them, on a CPU."""
+def _tier_lines(
+    config: SizeConfig, checkpoint: dict[str, Any], pool: Pool, carried: CarriedPools
+) -> Iterator[str]:
+    """Yield what each tier holds and how fast it is, and the memory of a rank that has them, on a CPU.
+
+    A tier has two checkpoints of a conversation, in whole slots. One of them is read.
+    """
     block_tokens = max(_INDEX_BLOCK, config.page_size)
     block_bytes = block_tokens * pool.token_bytes
-    for text, place in zip(config.kv_tier, _tiers(config, checkpoint), strict=True):
-        blocks = SlabShape.fitting(bytes(8), block_bytes, place.size_bytes).num_slots
-        held = blocks // max(1, config.context_tokens // block_tokens) * config.ranks
+    blocks, parts = max(1, config.context_tokens // block_tokens), -(-carried.point_bytes // block_bytes)
+    for text, place in zip(config.kv_tier, _tiers(config), strict=True):
+        shape = SlabShape.fitting(bytes(8), block_bytes, place.size_bytes)
+        check_room(shape, parts)
+        slots = shape.num_slots
+        tokens = slots * blocks // (blocks + 2 * parts) * block_tokens
+        held = slots // (blocks + 2 * parts) * config.ranks
         yield (
-            f"{text.ljust(_LABEL - 1)} {blocks * block_tokens} tokens on each rank: {held} conversations on "
+            f"{text.ljust(_LABEL - 1)} {tokens} tokens on each rank: {held} conversations on "
             f"{config.ranks} ranks"
         )
         gib_per_s = _MEMORY_GIB_PER_S if place.directory is None else config.disk_gib_per_s
         if gib_per_s is not None:
-            yield f"{'read'.ljust(_LABEL - 1)} {_pace(gib_per_s * _GIB / pool.token_bytes, config)}"
+            read_bytes = pool.token_bytes * (blocks + parts) / blocks
+            yield f"{'read'.ljust(_LABEL - 1)} {_pace(gib_per_s * _GIB / read_bytes, config)}"
     pages = config.kv_pages or pool.pages_for(config.conversations, config.ranks)
     in_memory = sum(place.size_bytes for place in tier_places(config.kv_tier) if place.directory is None)
     own_bytes = weights(checkpoint, dequantized=True).bytes_per_gpu()
     if config.weights_gib is not None:
         own_bytes = config.weights_gib * _GIB
-    needed = own_bytes + pages * pool.page_bytes + in_memory + _BESIDE_BYTES
+    beside = f"what is beside them {format_bytes(carried.size_bytes)}, " if carried.size_bytes else ""
+    needed = own_bytes + pages * pool.page_bytes + carried.size_bytes + in_memory + _BESIDE_BYTES
     yield (
         f"memory of a rank   {format_bytes(needed)}: weights {format_bytes(own_bytes)}, --kv-pages={pages}, "
-        f"tiers {format_bytes(in_memory)}, and {format_bytes(_BESIDE_BYTES)}"
+        f"{beside}tiers {format_bytes(in_memory)}, and {format_bytes(_BESIDE_BYTES)}"
     )
 
 

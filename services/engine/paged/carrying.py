@@ -41,7 +41,7 @@ class Carrying:
         the other.
         """
         assert seq.pages is not None
-        seq.stored = seq.pages.prefix_len
+        seq.stored = seq.pages.num_published * self._cache.page_size
         if seq.receives:
             seq.carried, seq.computed = self._books.receive(len(seq.ids)), seq.stored
             return
@@ -65,7 +65,7 @@ class Carrying:
         return Reserved(seq.stored, delta, queue_s, carried, wanted, fills)
 
     def pull_up_to(self, seq: Sequence, end: int) -> None:
-        """Hold units for the state at `end` instead of the expected end; nobody writes the old units."""
+        """Hold units for the state at `end` instead of those that it holds, which nobody writes."""
         assert seq.carried is not None
         self._books.close(seq.carried)
         seq.carried = self._books.receive(end, computes=True)
@@ -107,11 +107,11 @@ class Carrying:
 
     def catch_up(self, seq: Sequence) -> None:
         """Resume from what others have computed of the prompt: from their pages or, where there are states,
-        from a checkpoint."""
+        from a checkpoint. A sequence that receives takes pages alone."""
         assert seq.pages is not None and seq.carried is not None
         published = seq.pages.num_published * self._cache.page_size
         seq.stored = max(seq.stored, published)
-        if self._books.is_empty:
+        if self._books.is_empty or seq.phase is Phase.RECEIVING:
             seq.computed = max(seq.computed, published)
         elif self._books.advance(seq.carried, seq.pages.node):
             seq.computed = seq.carried.position

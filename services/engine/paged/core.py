@@ -85,7 +85,8 @@ class EngineCore:
         self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts, self.pulls)
         self.tiers = tiers
         if tiers is not None:
-            tiers.attach(FillHooks(self._publish, self._offer, self._catch_up, self._reserve, self.load))
+            fills = (self._publish, self._offer, self._catch_up, self._reserve, self.load)
+            tiers.attach(FillHooks(*fills, self._carrying, self._active))
         self.retractions = 0
 
     @property
@@ -417,12 +418,10 @@ class EngineCore:
     def _publish(self, seq: Sequence) -> None:
         assert seq.pages is not None
         # Only full pages go to the tree; nothing is published while the last page is filling.
-        if seq.computed // self.page_size > seq.pages.num_published:
+        if (end := max(seq.computed, seq.stored)) // self.page_size > seq.pages.num_published:
             # With a duplicate kept, a sequence that needs the whole pool could lack one page. It is kept only
             # for a transfer, which may be reading the sequence's own page.
-            self.cache.publish(
-                seq.pages, seq.ids[: seq.computed], keep_duplicates=seq.transfer_id is not None
-            )
+            self.cache.publish(seq.pages, seq.ids[:end], keep_duplicates=seq.transfer_id is not None)
             if seq.phase is not Phase.DECODING:
                 self._gate.note_news()
 

@@ -5,22 +5,27 @@ Rule 1: nobody waits for a copy down. A page that is evicted before it is copied
         Likewise, what the write budget keeps out of a file for now is lost if it is evicted first.
 Rule 2: a block is stored after its parent. So a tier has all blocks before each of its blocks, and a process
         that begins with an empty pool finds whole prefixes.
+
+Where the layout has per-request state, a prefix is worth little without a checkpoint. So the checkpoints on a
+path that are expected to be used are stored with its blocks; and so are those of least worth, with the blocks
+before them, once few units are free.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from services.kv.prefix_cache import PrefixCache
+from services.engine.paged.tiered_pool import TieredPool
+from services.kv.checkpoints import SavedPoint
 from services.kv.radix_tree import Node
-from services.kv.tiers.books import Block, SlotState, TierBooks
-from services.kv.tiers.tier_keys import ROOT, next_key, scope
+from services.kv.tiers.books import Block, SlotKind, SlotState, TierBooks
+from services.kv.tiers.tier_keys import ROOT, next_key
 from services.kv.tiers.wait_or_cut import TierTrust
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Move, Store
 from services.tier.thread import TierThread
-from services.values.kv import KvLayout, PageBooks, PageId
+from services.values.kv import PageBooks, PageId
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,10 @@ _MOST_WAITING = 32  # It does not look while so many copies down are waiting.
 _MOST_MOVES = 8
 # This fraction (one in so many) of a tier's slots is kept free, where another tier is below it.
 _ROOM_SHARE = 16
+# Checkpoints are stored, this fraction of them at a time, once less than it of the units for them is free.
+_POINTS_SHARE = 8
+
+_State = tuple[PageBooks, int, int, int]
 
 
 @dataclass(slots=True)
@@ -89,9 +98,7 @@ class Storing:
         thread: TierThread,
         health: TierHealth,
         counts: TierCounts,
-        cache: PrefixCache,
-        layout: KvLayout,
-        block_tokens: int,
+        pool: TieredPool,
         num_slots: Sequence[int],
         room_pages: int,
         clock: Clock,
@@ -102,19 +109,23 @@ class Storing:
         self._thread = thread
         self._health = health
         self._counts = counts
-        self._cache = cache
-        self._layout = layout
-        self._block_tokens = block_tokens
-        self._block_pages = block_tokens // layout.page_size
-        self._block_bytes = self._block_pages * layout.page_bytes
+        self._pool = pool
+        self._points = pool.carried.points
+        self._points.copied_no_more = self._copy_no_more
+        self._block_pages, self._block_bytes = pool.block_pages, pool.slot_bytes
         self._num_slots = tuple(num_slots)
         self._room_pages = room_pages
         self._clock = clock
         self._budget = budget
-        self._copied: dict[PageId, Store] = {}  # These pages wait to be copied, or have perhaps been copied.
+        # These pages and checkpoints wait to be copied, or have perhaps been copied.
+        self._copied: dict[PageId, Store] = {}
+        self._copied_points: dict[SavedPoint, Store] = {}
+        self._pages: dict[Store, Sequence[PageId]] = {}
+        self._point_of: dict[Store, SavedPoint] = {}
+        self._keys: dict[SavedPoint, tuple[bytes, ...]] = {}  # They name the parts of checkpoints.
         self._num_moves = 0
         self._look_at_s = 0.0
-        self._looked_at: tuple[PageBooks, int] | None = None
+        self._looked_at: _State | None = None
         # The books can be equal though all pages have changed hands; this count tells the difference.
         self._num_lent = 0
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
@@ -133,6 +144,12 @@ class Storing:
                 store.stop()
                 self._counts.overtaken += 1
 
+    def _copy_no_more(self, point: SavedPoint) -> None:
+        self._keys.pop(point, None)
+        if (store := self._copied_points.pop(point, None)) is not None:
+            store.stop()
+            self._counts.overtaken += 1
+
     @property
     def due_s(self) -> float | None:
         """Return when `turn` is due, or None where it is not."""
@@ -147,8 +164,20 @@ class Storing:
 
     @property
     def _may_store(self) -> bool:
-        books = self._cache.books()
-        return books.free < self._room_pages and (books, self._num_lent) != self._looked_at
+        return (self._lacks_pages or self._lacks_units) and self._state != self._looked_at
+
+    @property
+    def _lacks_pages(self) -> bool:
+        return self._pool.cache.books().free < self._room_pages
+
+    @property
+    def _lacks_units(self) -> bool:
+        pools = self._pool.carried.pools()
+        return any(_POINTS_SHARE * pool.free < pool.total for pool in pools)
+
+    @property
+    def _state(self) -> _State:
+        return self._pool.cache.books(), self._num_lent, len(self._points), self._points.evictions
 
     def _store_what_goes_next(self, now_s: float) -> None:
         if now_s < self._look_at_s or not self._may_store:
@@ -156,19 +185,29 @@ class Storing:
         if self._must_wait():
             return
         self._look_at_s = now_s + _LOOK_EVERY_S
-        self._looked_at = self._cache.books(), self._num_lent
+        self._looked_at = self._state
         if self._thread.num_writes >= _MOST_WAITING:
             self._looks_again = True
             return
         if self._health.is_off(0):
             return
         # The other slots keep what was evicted earlier.
-        num_pages, most_pages = 0, self._num_slots[0] * self._block_pages // 2
-        for leaf in self._cache.next_to_go():
-            if num_pages >= most_pages or not self._store_all(self._unstored(leaf)):
+        left = self._num_slots[0] // 2
+        for node, points in self._next_to_go():
+            if left <= 0 or not (self._store_all(self._unstored(node)) and self._store_points(points)):
                 break
-            num_pages += leaf.depth
+            left -= node.depth // self._block_pages
+            left -= sum(self._pool.num_parts(point.position) for _, point in points)
         self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
+
+    def _next_to_go(self) -> Iterator[tuple[Node, list[tuple[Node, SavedPoint]]]]:
+        """Yield the end of each path to store, with the checkpoints on it."""
+        if self._lacks_units:
+            for node, point in self._points.next_to_go(1 + len(self._points) // _POINTS_SHARE):
+                yield node, [(node, point)]
+        if self._lacks_pages:
+            for leaf in self._pool.cache.next_to_go():
+                yield leaf, list(self._points.to_use(leaf))
 
     def _store_all(self, nodes: Sequence[Node]) -> bool:
         begun = list(takewhile(lambda block: block is not None, map(self._store, nodes)))
@@ -197,8 +236,8 @@ class Storing:
         parent = path[0].parent
         assert parent is not None
         parent_key = parent.tier_key or ROOT
-        scope_key = scope(self._layout, self._block_tokens, node.scope.salt)
-        node.tier_key = next_key(scope_key, parent_key, b"".join(each.key for each in path))
+        packed_block = b"".join(each.key for each in path)
+        node.tier_key = next_key(self._pool.scope(node.scope.salt), parent_key, packed_block)
 
     def _wait_s(self, tier: int) -> float:
         """Return the seconds until the budget allows the next write to this tier."""
@@ -224,33 +263,91 @@ class Storing:
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
         assert parent is not None
-        block = self._books.claim(node.tier_key, parent.tier_key or ROOT, node.block_hash or 0)
+        pages = [each.page for each in path]
+        block = self._books.claim(
+            *(node.tier_key, parent.tier_key or ROOT, node.block_hash or 0),
+            with_draft=self._pool.has_draft(pages),
+        )
         if block is None:
             return None
-        store = Store(block, [each.page for each in path])
-        if not self._thread.submit(store):
-            self._books.write_failed(block)
-            self._looks_again = True
+        store = Store((block, self._pool.block_spans(pages)))
+        if not self._begin(store):
             return None
-        self._note_begun(0)
-        for page in store.pages:
+        self._pages[store] = pages
+        for page in pages:
             self._copied[page] = store
         return block
+
+    def _store_points(self, points: Iterable[tuple[Node, SavedPoint]]) -> bool:
+        return all([self._store_point(node, point) for node, point in points])
+
+    def _store_point(self, node: Node, point: SavedPoint) -> bool:
+        """Begin to store all parts of a checkpoint. Return False where that cannot be done now."""
+        if (keys := self._keys.get(point)) is None:
+            keys = tuple(self._pool.part_keys(node.scope.salt, node.tier_key, point.position))
+            self._keys[point] = keys
+        if not keys or keys[-1] in self._books or 2 * len(keys) > self._num_slots[0]:
+            return True
+        if self._must_wait():
+            return False
+        for left in self._books.find(keys[:1]):  # These parts' end is gone.
+            self._books.drop(left)
+        blocks = self._claim_parts(node, keys)
+        spans = self._pool.part_spans(self._pool.carried.units_of_point(point))
+        store = Store(*zip(blocks, spans, strict=False))
+        if len(blocks) < len(keys):
+            self._give_up(store)
+            return False
+        if not self._begin(store):
+            return False
+        self._books.use(blocks[-1])
+        self._copied_points[point], self._point_of[store] = store, point
+        return True
+
+    def _claim_parts(self, node: Node, keys: Sequence[bytes]) -> list[Block]:
+        blocks, parent_key = list[Block](), node.tier_key
+        for key in keys:
+            kind = SlotKind.END if key is keys[-1] else SlotKind.PART
+            if (block := self._books.claim(key, parent_key, node.block_hash or 0, kind)) is None:
+                break
+            blocks.append(block)
+            parent_key = key
+        return blocks
+
+    def _begin(self, store: Store) -> bool:
+        if not self._thread.submit(store):
+            self._give_up(store)
+            self._looks_again = True
+            return False
+        for _ in store.blocks:
+            self._note_begun(0)
+        return True
+
+    def _give_up(self, store: Store) -> None:
+        """Free the slots that are not written; of a checkpoint the others, too."""
+        for block in store.blocks[len(store.digests) :]:
+            self._books.write_failed(block)
+        if store.blocks and store.blocks[0].kind is not SlotKind.BLOCK:
+            self._books.drop(store.blocks[0])
 
     def note_store(self, store: Store) -> None:
         if self._looks_again:
             self._looked_at, self._looks_again = None, False
-        for page in store.pages:
+        for page in self._pages.pop(store, ()):
             if self._copied.get(page) is store:
                 del self._copied[page]
-        if store.digest is not None:
-            self._books.written(store.block, store.digest)
-            self._counts.tokens_down += self._block_tokens
+        if (point := self._point_of.pop(store, None)) is not None:
+            self._copied_points.pop(point, None)
+        for block, digest in zip(store.blocks, store.digests, strict=False):
+            self._books.written(block, digest)
             self._counts.bytes_down += self._block_bytes
             self._note_written(0)
+            if block.kind is SlotKind.BLOCK:
+                self._counts.tokens_down += self._pool.block_tokens
+        if len(store.digests) == len(store.blocks):
             self._health.trust[0].note_written()
             return
-        self._books.write_failed(store.block)
+        self._give_up(store)
         if store.error is not None:
             self._health.note_error(0, str(store.error), reading=False)
 
@@ -290,8 +387,9 @@ class Storing:
             self._health.note_error(move.target_tier, str(move.error), reading=False)
 
     def check(self) -> None:
-        for page, store in self._copied.items():
-            assert store.block.state is not SlotState.HELD, f"page {page} still waits to be copied"
+        for what, store in (*self._copied.items(), *self._copied_points.items()):
+            end = store.blocks[-1]
+            assert end.state is not SlotState.HELD, f"{what} still waits to be copied"
 
 
 def _last_nodes(node: Node, count: int) -> list[Node]:

@@ -14,23 +14,29 @@ A sequence that fills has its pages, like one that computes; the tier's thread w
 with nobody. A sequence that shares a prefix which is being read waits for that read, and then matches the
 tree. So there is one read, and nobody waits in a chain.
 
+Where the layout has per-request state, a sequence that computes reads up to the deepest checkpoint that a
+tier holds, into units of its own, and goes on from there once all is read. Without the checkpoint, the pages
+that were read only need not be stored again. A sequence that receives reads pages alone, because the state at
+its prompt's end is written to it.
+
 Rule 1: pages are published only when their bytes have been compared.
 Rule 2: whatever happens to a read, the sequence computes the rest: a tier may cost time, but no request.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
 
+from services.engine.paged.carrying import Carrying
+from services.engine.paged.finding import NOTHING, Finding, Found
 from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
 from services.engine.paged.storing import Storing, TierCounts, TierHealth
-from services.kv.prefix_cache import PrefixCache
-from services.kv.tiers.books import Block, Place, SlotState, TierBooks
-from services.kv.tiers.tier_keys import keys_of, scope
-from services.kv.tiers.wait_or_cut import Left
+from services.engine.paged.tiered_pool import TieredPool
+from services.kv.tiers.books import Block, SlotKind, TierBooks
+from services.kv.tiers.slot_spans import Span
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import (
     Clock,
@@ -46,7 +52,6 @@ from services.tier.copies import (
 )
 from services.tier.shared import SharedFiles
 from services.tier.thread import TierThread
-from services.values.kv import KvLayout
 from services.values.rank_reports import RankLoad
 
 _STOP_S = 2.0
@@ -68,6 +73,8 @@ class FillHooks:
     catch_up: Callable[[EngineSequence], None]
     report: Callable[[EngineSequence], None]  # Its pages may be written now.
     load: Callable[[], RankLoad]
+    carrying: Carrying
+    active: Collection[EngineSequence]  # It changes as sequences get pages and end.
 
 
 @dataclass(slots=True, eq=False)
@@ -76,12 +83,15 @@ class Fill:
 
     seq: EngineSequence
     deadline_s: float
-    keys: Sequence[bytes] = ()  # These are the blocks of its own read.
+    found: Found = NOTHING  # It is what its own read is of.
     load: LoadCopy | None = None
-    first_block: int = 0
     read_s: float = 0.0  # It is the predicted duration of its own read.
     behind: "Fill | Look | None" = None
     is_over: bool = False
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [block.key for block in self.found.slots]
 
 
 class Tiering:
@@ -89,9 +99,7 @@ class Tiering:
         self,
         books: TierBooks,
         start: Callable[[Callable[[Copy], None]], TierThread],
-        cache: PrefixCache,
-        layout: KvLayout,
-        block_tokens: int,
+        pool: TieredPool,
         num_slots: Sequence[int],
         room_pages: int,
         clock: Clock,
@@ -106,11 +114,8 @@ class Tiering:
         """
         self.books = books
         self.counts = TierCounts()
-        self._cache = cache
-        self._layout = layout
-        self._block_tokens = block_tokens
-        self._block_pages = block_tokens // layout.page_size
-        self._block_bytes = self._block_pages * layout.page_bytes
+        self._pool = pool
+        self._block_tokens, self._block_bytes = pool.block_tokens, pool.slot_bytes
         self._num_slots = tuple(num_slots)
         self._clock = clock
         self._wake = wake
@@ -119,6 +124,7 @@ class Tiering:
         self._look: Look | None = None
         self._look_again_s = -math.inf
         self._health = TierHealth(self._shared_tier + (shared is not None), self.counts, clock)
+        self._finding = Finding(books, pool, self._health, shared, self._shared_tier)
         self._ended: SimpleQueue[Copy] = SimpleQueue()
         self._fills: dict[EngineSequence, Fill] = {}
         self._reading: dict[bytes, Fill] = {}
@@ -128,8 +134,8 @@ class Tiering:
         self.is_lost = False
         self.thread = start(self._note_ended)
         self.storing = Storing(
-            *(books, self.thread, self._health, self.counts, cache, layout, block_tokens),
-            *(num_slots, room_pages, clock, budget or WriteBudget()),
+            *(books, self.thread, self._health, self.counts, pool, num_slots, room_pages, clock),
+            budget or WriteBudget(),
         )
 
     def __repr__(self) -> str:
@@ -175,10 +181,12 @@ class Tiering:
 
         A source is guessed to write half as fast as a tier reads.
         """
-        blocks = [] if self.is_lost else self._trusted(self._find(self._wanted(seq)))
-        depth = len(blocks) * self._block_tokens
-        left = self._left(blocks[held // self._block_tokens :], self._computed_per_s)
-        if depth <= held or not left.is_worth_reading:
+        stored = seq.pages.prefix_len if seq.pages is not None else 0
+        found = None if self.is_lost else self._finding.find(seq, held, stored)
+        if found is None or not found.slots:
+            return False
+        depth, left = found.end, self._finding.left(found, self._computed_per_s)
+        if not left.is_worth_reading:
             return False
         if left.read_s and left.computed_tokens_per_s:
             return end - depth <= left.read_s * left.computed_tokens_per_s
@@ -186,46 +194,31 @@ class Tiering:
 
     def _begin(self, seq: EngineSequence, computed_tokens_per_s: float, may_wait: bool) -> bool:
         now_s = self._clock()
-        first, keys = seq.computed // self._block_tokens, self._wanted(seq)
-        if len(keys) <= first:
+        found = self._finding.find(seq, seq.computed, seq.stored)
+        if found is None:
             return False
-        blocks = self._trusted(self._find(keys)[first:])
-        if may_wait and first + len(blocks) < len(keys) and self._waits_for_look(seq, now_s):
+        if may_wait and found.end < found.wanted_end and self._waits_for_look(seq, now_s):
             return True
-        self._count_look_up(seq, bool(blocks), may_wait)
-        if not blocks:
+        self._count_look_up(seq, bool(found.slots), may_wait)
+        if not found.slots:
             return False
-        if own := [block for block in blocks if block.place.tier != self._shared_tier]:
+        if own := [block for block in found.slots if block.place.tier != self._shared_tier]:
             self.books.use(own[-1])
-        if may_wait and (other := self._reading.get(blocks[0].key)) is not None:
+        if may_wait and (other := self._reading.get(found.slots[0].key)) is not None:
             self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, other.deadline_s - now_s), behind=other)
             return True
-        if not (blocks := self._worth_reading(blocks, computed_tokens_per_s)):
+        if not (found := self._finding.worth_reading(found, computed_tokens_per_s)).slots:
             return False
-        left = self._left(blocks, computed_tokens_per_s)
-        load = LoadCopy(self._pieces(seq, blocks, first), CopyPace(self._block_tokens, computed_tokens_per_s))
+        left = self._finding.left(found, computed_tokens_per_s)
         waits_s = sum(fill.read_s for fill in self._fills.values())  # Earlier reads come first.
         limit_s = replace(left, read_s=waits_s + left.read_s).limit_s
-        deadline_s = _deadline_s(seq, now_s, limit_s)
-        fill = Fill(seq, deadline_s, [block.key for block in blocks], load, first, left.read_s)
-        if not self._begin_reads(blocks, load):
+        if (load := self._begin_read(seq, found, computed_tokens_per_s)) is None:
             return False
+        fill = Fill(seq, _deadline_s(seq, now_s, limit_s), found, load, left.read_s)
         self._fills[seq] = self._by_load[load] = fill
         for key in fill.keys:
             self._reading.setdefault(key, fill)
         return True
-
-    def _find(self, keys: Sequence[bytes]) -> list[Block]:
-        """Return the blocks of these keys that its own tiers hold, and those behind that others keep."""
-        found = self.books.find(keys)
-        if self._shared is None:
-            return found
-        for key in keys[len(found) :]:
-            if (seen := self._shared.find(key)) is None:
-                break
-            place = Place(self._shared_tier, seen.slot)
-            found.append(Block(key, None, 0, place, 0, SlotState.HELD, seen.digest))
-        return found
 
     def _waits_for_look(self, seq: EngineSequence, now_s: float) -> bool:
         """Begin a look at what others keep, if the last one is old; return whether `seq` waits for it."""
@@ -265,14 +258,17 @@ class Tiering:
             ahead_bytes += seq.ahead_bytes or 0
 
     def _read_ahead(self, seq: EngineSequence, most_bytes: int) -> None:
-        cached_pages = seq.lookup.cached_pages if seq.lookup is not None else 0
-        found = self._trusted(self._find(self._wanted(seq)))[cached_pages // self._block_pages :]
-        worth = found if self._left(found, self._computed_per_s).is_worth_reading else ()
+        cached = seq.lookup.cached_pages * self._pool.cache.page_size if seq.lookup is not None else 0
+        deepest = seq.lookup.deepest if seq.lookup is not None else None
+        resumes_at = min(cached, self._pool.carried.resumable(deepest, cached))
+        found = self._finding.find(seq, resumes_at, cached) or NOTHING
+        worth = found.slots if self._finding.left(found, self._computed_per_s).is_worth_reading else ()
         in_files = [block.place for block in worth if self._in_files[block.place.tier]]
         places = in_files[: most_bytes // self._block_bytes]
         if not places or self.thread.submit(ReadAhead(places)):
             seq.ahead_bytes = len(places) * self._block_bytes
-            self.counts.tokens_ahead += len(places) * self._block_tokens
+            num_blocks = sum(block.kind is SlotKind.BLOCK for block in worth if block.place in places)
+            self.counts.tokens_ahead += num_blocks * self._block_tokens
 
     def leave(self, seq: EngineSequence) -> None:
         if (fill := self._fills.get(seq)) is not None:
@@ -329,16 +325,19 @@ class Tiering:
         assert self._hooks is not None
         self._end(fill)
         seq, before = fill.seq, fill.seq.computed
-        num_done = fill.load.num_done if fill.load is not None else 0
-        seq.computed = max(before, (fill.first_block + num_done) * self._block_tokens)
-        seq.stored = max(seq.stored, seq.computed)
+        is_whole = self._take_read(fill)
         if seq.phase is Phase.FILLING:
             seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
-        self.counts.tokens_up += seq.computed - before
+        self._hooks.publish(seq)
+        if fill.found.parts and is_whole:
+            self._hooks.carrying.go_on(seq, self._hooks.active)
+        elif fill.found.parts:
+            self._hooks.carrying.begin_anew(seq, self._hooks.active)
+        brought = seq.computed - before if is_whole or not fill.found.parts else 0
+        self.counts.tokens_up += brought
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
-            seq.brought_tokens += seq.computed - before
-        self._hooks.publish(seq)
+            seq.brought_tokens += brought
         self._hooks.offer(seq)
         if fill.behind is not None:
             self._hooks.catch_up(seq)
@@ -346,47 +345,53 @@ class Tiering:
         if seq.phase is Phase.RECEIVING and seq not in self._fills:
             self._hooks.report(seq)
 
-    def _wanted(self, seq: EngineSequence) -> list[bytes]:
-        limit = seq.matchable_tokens
-        ids = seq.ids if limit is None else seq.ids[:limit]
-        scope_key = scope(self._layout, self._block_tokens, seq.request.kv_scope)
-        return keys_of(scope_key, ids, self._block_tokens)
+    def _take_read(self, fill: Fill) -> bool:
+        """Count what was read as the sequence's. Return whether that is all of it."""
+        seq, found = fill.seq, fill.found
+        done = fill.load.pieces[: fill.load.num_done] if fill.load is not None else ()
+        blocks = [piece for piece in done if piece.block.kind is SlotKind.BLOCK]
+        if blocks:
+            seq.stored = max(seq.stored, (found.first + len(blocks)) * self._block_tokens)
+        is_whole = len(done) == len(found.slots)
+        if found.parts and is_whole:
+            seq.computed = found.end
+        elif not found.parts and blocks:
+            seq.computed = max(seq.computed, seq.stored)
+        for piece in blocks:
+            if piece.block.with_draft and self._pool.draft is not None:
+                pages = [span.unit for span in piece.spans if span.pool == 0]
+                self._pool.draft.received(pages, len(pages) * self._pool.layout.page_size)
+        return is_whole
 
-    def _trusted(self, blocks: Sequence[Block]) -> Sequence[Block]:
-        for index, block in enumerate(blocks):
-            if self._health.is_off(block.place.tier):
-                return blocks[:index]
-        return blocks
-
-    def _worth_reading(self, blocks: Sequence[Block], computed_tokens_per_s: float) -> Sequence[Block]:
-        """Return the blocks before the first whose tier reads more slowly than we compute; turn it off."""
-        for index, block in enumerate(blocks):
-            if not self._left(blocks[index : index + 1], computed_tokens_per_s).is_worth_reading:
-                self._health.turn_off(block.place.tier, "it reads slower than we compute")
-                return blocks[:index]
-        return blocks
-
-    def _left(self, blocks: Sequence[Block], computed_tokens_per_s: float) -> Left:
-        read_s = sum(self._health.trust[block.place.tier].seconds(self._block_bytes) for block in blocks)
-        return Left(read_s, len(blocks) * self._block_tokens, computed_tokens_per_s)
-
-    def _pieces(self, seq: EngineSequence, blocks: Sequence[Block], first: int) -> list[CopyPiece]:
-        assert seq.pages is not None
-        pieces, per_block = [], self._block_pages
-        num_had = seq.computed // self._layout.page_size
-        for index, block in enumerate(blocks, start=first):
-            begin = max(num_had, index * per_block)
-            pages = tuple(seq.pages.pages[begin : (index + 1) * per_block])
-            pieces.append(CopyPiece(block, block.place, block.digest, begin - index * per_block, pages))
-        return pieces
-
-    def _begin_reads(self, blocks: Sequence[Block], load: LoadCopy) -> bool:
+    def _begin_read(self, seq: EngineSequence, found: Found, computed_tokens_per_s: float) -> LoadCopy | None:
+        assert self._hooks is not None and seq.carried is not None
+        pieces = self._block_pieces(seq, found)
+        if found.parts:
+            self._hooks.carrying.pull_up_to(seq, found.end)
+            spans = self._pool.part_spans(self._pool.carried.units_of(seq.carried))
+            pieces += [_piece(part, each) for part, each in zip(found.parts, spans, strict=True)]
+            pace = CopyPace(found.saved_tokens, computed_tokens_per_s, is_whole=True)
+        else:
+            pace = CopyPace(self._block_tokens, computed_tokens_per_s)
+        load = LoadCopy(pieces, pace)
         if not self.thread.submit(load):
-            return False
-        for block in blocks:  # This thread notes later that the read has ended.
+            if found.parts:
+                self._hooks.carrying.begin_anew(seq, self._hooks.active)
+            return None
+        for block in found.slots:  # This thread notes later that the read has ended.
             if block.place.tier != self._shared_tier:
                 self.books.begin_read(block)
-        return True
+        return load
+
+    def _block_pieces(self, seq: EngineSequence, found: Found) -> list[CopyPiece]:
+        assert seq.pages is not None
+        pieces, per_block = [], self._pool.block_pages
+        num_had = max(seq.computed, seq.stored) // self._pool.layout.page_size
+        for index, block in enumerate(found.blocks, start=found.first):
+            begin = max(num_had, index * per_block)
+            pages = seq.pages.pages[begin : (index + 1) * per_block]
+            pieces.append(_piece(block, self._pool.block_spans(pages, begin - index * per_block)))
+        return pieces
 
     def _end(self, fill: Fill) -> None:
         if fill.load is not None:
@@ -404,7 +409,7 @@ class Tiering:
             if piece.place.tier != self._shared_tier:
                 self.books.end_read(piece.block, good=is_good)
             elif index < load.num_done:
-                self.counts.tokens_shared += self._block_tokens
+                self.counts.tokens_shared += self._block_tokens * (piece.block.kind is SlotKind.BLOCK)
             elif not is_good and self._shared is not None:
                 self._shared.forget(piece.block.key)
         self.counts.loads[load.end.value] = self.counts.loads.get(load.end.value, 0) + 1
@@ -463,6 +468,10 @@ class Tiering:
             return self._ended.get_nowait()
         except Empty:
             return None
+
+
+def _piece(block: Block, spans: tuple[Span, ...]) -> CopyPiece:
+    return CopyPiece(block, block.place, block.digest, spans)
 
 
 def _deadline_s(seq: EngineSequence, now_s: float, limit_s: float) -> float:

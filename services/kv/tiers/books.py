@@ -17,12 +17,15 @@ Rule 1 (closure): a block's parent is in some tier too, or it is a first block. 
 Rule 2: a slot is free, or holds one block, or is the target of one move, or has an orphan.
 Rule 3: a slot that is being read, written or moved is neither freed nor written anew.
 Rule 4: a use of a block is a use of its ancestors, so children are older than their parents.
+
+A checkpoint is a chain of such "blocks", its parts, below the block at whose end it lies (slot_spans.py). It
+counts as held once its last part is, and whoever needs room drops all of its parts at once.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import islice
 from typing import NamedTuple
 
@@ -39,6 +42,12 @@ class Place(NamedTuple):
     slot: int
 
 
+class SlotKind(IntEnum):
+    BLOCK = 0
+    PART = 1  # It is a part of a checkpoint, and more parts follow.
+    END = 2  # It is a checkpoint's last part.
+
+
 class SlotState(Enum):
     WRITING = "writing"
     HELD = "held"
@@ -49,9 +58,11 @@ class SlotState(Enum):
 class Block:
     key: bytes
     parent: "Block | None"
-    block_hash: int  # The index knows the block by it.
+    block_hash: int  # The index knows the block by it, or the block at whose end the checkpoint lies.
     place: Place
     sequence: int  # This counts claimed blocks: the highest number has the newest record.
+    kind: SlotKind = SlotKind.BLOCK
+    with_draft: bool = False  # The draft model's KV of all its tokens is there, too.
     state: SlotState = SlotState.WRITING
     digest: int = 0  # This is the digest of the slot's bytes, from HELD on.
     busy: int = 0  # So many uses (reads, a write, a move) are under way.
@@ -74,13 +85,15 @@ class Stored:
     block_hash: int
     digest: int
     sequence: int
+    kind: SlotKind = SlotKind.BLOCK
+    with_draft: bool = False
 
 
 class TierBooks:
     def __init__(self, num_slots: Sequence[int], in_files: Sequence[bool] = ()) -> None:
         self._num_slots = tuple(num_slots)
         self.in_files = tuple(in_files) or (False,) * len(self._num_slots)
-        self._told, self._told_of_files = BlockLedger(), BlockLedger()
+        self._told, self._told_of_files, self._told_of_points = BlockLedger(), BlockLedger(), BlockLedger()
         self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
         self._blocks: dict[bytes, Block] = {}
         # These are the blocks of each tier, the least recently used first. The nearest tier is 0.
@@ -108,15 +121,24 @@ class TierBooks:
         return len(self._free[tier]) + len(self._orphans[tier])
 
     @property
+    def num_blocks(self) -> int:
+        return sum(block.kind is SlotKind.BLOCK for block in self._blocks.values())
+
+    @property
+    def num_points(self) -> int:
+        return sum(block.kind is SlotKind.END for block in self._blocks.values())
+
+    @property
     def has_events(self) -> bool:
-        return bool(self._told or self._told_of_files)
+        return bool(self._told or self._told_of_files or self._told_of_points)
 
     def take_events(self) -> CacheEvents:
-        """Return what is held, and what of that is in files, as changes since the last call."""
+        """Return what is held, what of that is in files, and where checkpoints are, as changes since the last
+        call."""
         if not self.has_events:  # This holds after most steps.
             return NO_EVENTS
-        held, in_files = self._told.take(), self._told_of_files.take()
-        return CacheEvents(*held, files_stored=in_files[0], files_removed=in_files[1])
+        (stored, removed), points = self._told.take(), self._told_of_points.take()
+        return CacheEvents(stored, removed, False, *points, *self._told_of_files.take())
 
     def load(self, stored: Sequence[Iterable[Stored]]) -> None:
         """Take over the records of an earlier process, given by tier, into empty books.
@@ -145,8 +167,8 @@ class TierBooks:
 
     def _place(self, stored: Stored, place: Place) -> Block:
         parent = self._blocks.get(stored.parent_key)
-        block = Block(stored.key, parent, stored.block_hash, place, stored.sequence)
-        block.state, block.digest = SlotState.HELD, stored.digest
+        told = (stored.block_hash, place, stored.sequence, stored.kind, stored.with_draft)
+        block = Block(stored.key, parent, *told, SlotState.HELD, stored.digest)
         self._add(block)
         self._tell(block, held=True)
         return block
@@ -193,7 +215,15 @@ class TierBooks:
             self._by_use[at.place.tier].move_to_end(at)
             at = at.parent
 
-    def claim(self, key: bytes, parent_key: bytes, block_hash: int) -> Block | None:
+    def claim(
+        self,
+        key: bytes,
+        parent_key: bytes,
+        block_hash: int,
+        kind: SlotKind = SlotKind.BLOCK,
+        *,
+        with_draft: bool = False,
+    ) -> Block | None:
         """Allocate a slot of the first tier for a block that is to be written.
 
         This counts as a use of the block alone. The caller calls `use` once, for the last block that it
@@ -209,7 +239,7 @@ class TierBooks:
         if slot is None:
             return None
         self._sequence += 1
-        block = Block(key, parent, block_hash, Place(0, slot), self._sequence, busy=1)
+        block = Block(key, parent, block_hash, Place(0, slot), self._sequence, kind, with_draft, busy=1)
         self._num_writing += 1
         self._add(block)
         return block
@@ -258,7 +288,8 @@ class TierBooks:
         assert target is not None
         if good and block.state is SlotState.HELD and block.busy == 1:
             del self._by_use[block.place.tier][block]
-            if self.in_files[target.tier] != self.in_files[block.place.tier]:
+            changes = self.in_files[target.tier] != self.in_files[block.place.tier]
+            if changes and block.kind is SlotKind.BLOCK:
                 self._told_of_files.note(BlockHash(block.block_hash), stored=self.in_files[target.tier])
             target, block.place = block.place, target
             self._by_use[block.place.tier][block] = None
@@ -318,6 +349,10 @@ class TierBooks:
 
     def _tell(self, block: Block, *, held: bool) -> None:
         block_hash = BlockHash(block.block_hash)
+        if block.kind is SlotKind.END:
+            self._told_of_points.note(block_hash, stored=held)
+        if block.kind is not SlotKind.BLOCK:
+            return
         self._told.note(block_hash, stored=held)
         if self.in_files[block.place.tier]:
             self._told_of_files.note(block_hash, stored=held)
@@ -341,7 +376,7 @@ class TierBooks:
             del self._orphans[tier][slot]
             return slot
         if not self._free[tier] and (leaf := self._next_leaf(tier, spared)) is not None:
-            self.drop(leaf)
+            self.drop(_whole(leaf, spared))
         return self._free[tier].pop() if self._free[tier] else None
 
     def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
@@ -365,6 +400,19 @@ class TierBooks:
         if block in self._leaving and not block.busy:
             self._leaving.remove(block)
             self._free[block.place.tier].append(block.place.slot)
+
+
+def _whole(block: Block, spared: Block | None) -> Block:
+    """Return the block, or the first part of its checkpoint: without one part the others are of no use.
+
+    A part that is spared stays, and so do those before it.
+    """
+    while block.kind is not SlotKind.BLOCK:
+        parent = block.parent
+        if parent is None or parent is spared or parent.kind is SlotKind.BLOCK:
+            break
+        block = parent
+    return block
 
 
 def _is_idle(block: Block) -> bool:

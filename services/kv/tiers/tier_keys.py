@@ -13,7 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from services.kv.block_hash import pack_tokens
-from services.values.kv import KvLayout
+from services.values.kv import KvGroup, KvLayout
 
 TIER_FORMAT = 1  # Whoever changes what is in a slot, or how, must raise it.
 KEY_BYTES = 16
@@ -25,13 +25,20 @@ _KNOWN_SCOPES = 1024
 @lru_cache
 def layout_id(layout: KvLayout, block_tokens: int) -> bytes:
     """Return 8 bytes that differ between two ranks if neither can use the other's slots."""
-    groups = [
-        (g.kind.value, g.layer_ids, g.num_kv_heads, g.head_dim, g.v_head_dim, g.dtype, g.window, g.unit_bytes)
-        for g in layout.groups
-    ]
+    groups = [_told(group) for group in layout.groups]
     pages = (layout.page_size, layout.page_bytes, layout.tp_size, block_tokens)
-    told = (TIER_FORMAT, layout.handshake_version, layout.model_fingerprint, pages, groups)
+    told = (TIER_FORMAT, layout.handshake_version, layout.model_fingerprint, pages, groups, *_draft(layout))
     return blake2b(repr(told).encode(), digest_size=8).digest()
+
+
+def _draft(layout: KvLayout) -> tuple[object, ...]:
+    draft = layout.draft
+    return () if draft is None else (draft.model_fingerprint, _told(draft.group))
+
+
+def _told(g: KvGroup) -> tuple[object, ...]:
+    shape = (g.kind.value, g.layer_ids, g.num_kv_heads, g.head_dim, g.v_head_dim)
+    return (*shape, g.dtype, g.window, g.unit_bytes)
 
 
 @lru_cache(_KNOWN_SCOPES)

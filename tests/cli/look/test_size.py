@@ -214,13 +214,20 @@ def test_what_tiers_hold(subtests, tmp_path, capsys):
         assert run([f"--model={tmp_path}", *flags, "--kv-tier=memory:21GiB", *fitting]) == 1
         capsys.readouterr()
     (tmp_path / "hybrid.json").write_text(json.dumps(QWEN3_5_35B_A3B))
+    with subtests.test("a hybrid's two checkpoints a conversation count, as slots of whole blocks"):
+        hybrid = (f"--model={tmp_path / 'hybrid.json'}", "--context-tokens=6400", "--kv-tier=memory:10GiB")
+        assert run([*hybrid, "--ranks=1"]) == 0
+        *_, tier, read, needed = capsys.readouterr().out.splitlines()
+        # Of the 8,191 slots of 1.25 MiB a conversation has 100 blocks, and two states of 61.9 MiB.
+        assert tier.endswith(" 262080 tokens on each rank: 40 conversations on 1 ranks")
+        assert read.endswith(" 209715 tokens a second")
+        assert "beside them 2.0 GiB, tiers 10.0 GiB" in needed
     for refused, why in [
         (("--kv-tier=memory:1MiB",), "have no room for a block"),
         (("--kv-tier=/tiers:1GiB", "--kv-tier=/tiers/:2GiB"), "two tiers are in one place"),
         (("--kv-tier=memory:1GiB", "--engine=sglang"), "not for --engine=sglang"),
         (("--kv-tier=memory:1GiB", "--tp-size=2"), "a pool on a GPU"),
-        (("--kv-tier=memory:1GiB", f"--draft-model={tmp_path}"), "a draft model"),
-        (("--kv-tier=memory:1GiB", f"--model={tmp_path / 'hybrid.json'}"), "windows or states"),
+        (("--kv-tier=memory:100MiB", f"--model={tmp_path / 'hybrid.json'}"), "room for two checkpoints"),
     ]:
         refusing = pytest.raises(ConfigError, match=why)
         with subtests.test("what the ranks refuse is refused", refused=refused), refusing:

@@ -276,7 +276,7 @@ class Prefill:
         )
         for group, pool, units, values in groups:
             if group.kind is GroupKind.RECURRENT:
-                pool[units[0], 0] = values[-1]
+                pool[units[0]] = values[-1]
             else:
                 tail = tail_pages(group, len(ids), self._page_size)
                 assert len(units) == len(tail)

@@ -214,3 +214,21 @@ async def test_transfers_with_a_draft_that_do_not_go_straight(subtests):
             assert answer.tokens == right(list(range(60)), 8)
             assert drafting.accepted == drafting.drafted > 3
             await pair.assert_nothing_held()
+
+
+async def test_what_a_tier_brings_has_the_drafts_kv_with_it():
+    settings = replace(ALWAYS, kv_tier=("memory:1MiB",), kv_pages=40, fake_prompt_token_s=2e-4)
+    async with Pair(settings) as pair:
+        core = core_of(pair.decode)
+        drafting, prompts = draft_with(core), [[seed, *range(90)] for seed in range(4)]
+        for prompt in prompts * 20:
+            before = core.runner.draft.computed_tokens
+            answer = await pair.generate(prompt, 6, Plan.LOCAL)
+            assert answer.tokens == right(prompt, 6)
+            if brought := answer.admitted.brought_tokens:
+                break
+            await asyncio.sleep(0.01)
+        assert brought >= 40
+        assert core.runner.draft.computed_tokens - before <= len(prompt) - brought + 6 + 5
+        assert drafting.accepted == drafting.drafted > 5
+        await pair.assert_nothing_held()

@@ -7,11 +7,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.kv.tiers.books import SlotState, Stored, TierBooks
+from services.kv.tiers.books import SlotKind, SlotState, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 
 PATHS = [(a,) * depth + (b,) for a in range(2) for depth in range(4) for b in range(3)]
+# Some have a checkpoint of two parts.
+PATHS += [(a,) * depth + (9,) * parts for a in range(2) for depth in (1, 2) for parts in (1, 2)]
+
+
+def kind_of(path):
+    return SlotKind.END if path[-2:] == (9, 9) else SlotKind(path[-1] == 9)
 
 
 def key_of(path):
@@ -29,13 +35,14 @@ class BooksMachine(RuleBasedStateMachine):
         super().__init__()
         self.books = TierBooks([4, 3], [False, True])
         self.told = set(), set()  # as who follows the events knows it: all, and what is in files
+        self.told_of_points = set()
         self.contents = {}  # by place
         self.in_use = []  # places that somebody reads or writes
 
     @rule(target=writes, path=st.sampled_from(PATHS))
     def claim(self, path):
         before = set(self.books._blocks)
-        block = self.books.claim(key_of(path), key_of(path[:-1]), hash(path))
+        block = self.books.claim(key_of(path), key_of(path[:-1]), hash(path), kind_of(path))
         if block is None:
             assert set(self.books._blocks) == before
             return multiple()
@@ -99,7 +106,7 @@ class BooksMachine(RuleBasedStateMachine):
         """Whoever reads the table now has all that is held, and nothing else."""
         stored = [
             [
-                Stored(b.place.slot, b.key, b.parent_key, b.block_hash, b.digest, b.sequence)
+                Stored(b.place.slot, b.key, b.parent_key, b.block_hash, b.digest, b.sequence, b.kind)
                 for b in self.books._blocks.values()
                 if b.place.tier == tier and b.state is SlotState.HELD
             ]
@@ -109,7 +116,8 @@ class BooksMachine(RuleBasedStateMachine):
         again.load(stored)
         again.check()
         events = again.take_events()
-        assert set(events.stored) == {block.block_hash for block in again._blocks.values()}
+        assert set(events.stored) == {b.block_hash for b in again._blocks.values() if b.kind == 0}
+        assert set(events.resumable_stored) == {b.block_hash for b in again._blocks.values() if b.kind == 2}
         held = {s.key for tier in stored for s in tier}
         parents = {s.key: s.parent_key for tier in stored for s in tier}
 
@@ -134,7 +142,11 @@ class BooksMachine(RuleBasedStateMachine):
         held -= set(events.removed)
         in_files |= set(events.files_stored)
         in_files -= set(events.files_removed)
-        blocks = [b for b in self.books._blocks.values() if b.state is SlotState.HELD]
+        all_held = [b for b in self.books._blocks.values() if b.state is SlotState.HELD]
+        self.told_of_points |= set(events.resumable_stored)
+        self.told_of_points -= set(events.resumable_removed)
+        assert self.told_of_points == {b.block_hash for b in all_held if b.kind is SlotKind.END}
+        blocks = [b for b in all_held if b.kind is SlotKind.BLOCK]
         assert held == {b.block_hash for b in blocks}
         assert in_files == {b.block_hash for b in blocks if b.place.tier == 1}
 

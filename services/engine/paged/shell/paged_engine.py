@@ -66,8 +66,7 @@ EventQueue = asyncio.Queue[CacheEvents | None]  # None marks the end.
 # This share of the pool (one page in so many) is evicted ahead. The bound keeps an eviction short within a
 # step. On a mix of conversations, shared prompts and scans a sixteenth cost 0.4 % of the tokens in hits, and
 # allocated pages in runs of 5.3 instead of 1.03.
-_EVICT_AHEAD = 16
-_MAX_EVICTED_AHEAD = 256
+_EVICT_AHEAD, _MAX_EVICTED_AHEAD = 16, 256
 
 # A step's limit is at least so many times the warm-up's duration. A step of the same size takes several times
 # as long with a long context before it, and a slow rank must not count as hung.
@@ -159,9 +158,8 @@ class PagedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._crashed = asyncio.Event()
-        self._hangs, self._warm_up_s = False, 0.0
+        self._hangs, self._warm_up_s, self._tiers_left_out = False, 0.0, 0
         self._tiers: Tiering | None = None
-        self._tiers_left_out = 0
         self.adapters = Adapting(self)
         self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
@@ -379,8 +377,8 @@ class PagedEngine:
         warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
         drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
-        clock, block, wake = time.monotonic, settings.index_block, lambda: self.post(TierNews())
-        opened = open_tiers(settings.tiers, runner, cache, block, evict_ahead, clock, wake)
+        clock, wake = time.monotonic, lambda: self.post(TierNews())
+        opened = open_tiers(settings.tiers, runner, cache, carried, evict_ahead, clock, wake)
         self._tiers, self._tiers_left_out = opened
         return EngineCore(runner, cache, self._limits, clock, carried, drafting, self._tiers)
 
@@ -388,8 +386,10 @@ class PagedEngine:
         def note(pages: SequenceOf[PageId]) -> None:
             if self._tiers is not None:
                 self._tiers.storing.lent(pages)
+            if runner.draft is not None:
+                runner.draft.lent(pages)
 
-        return runner.draft.lent if runner.draft is not None else note
+        return note
 
     def _watch(
         self, watch: IterationWatch, limit_s: float, abandon: Callable[[], str], error: ThreadHangs

@@ -14,9 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.storing import TierCounts
+from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import Tiering
+from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers.books import Stored, TierBooks
+from services.kv.tiers.slot_spans import most_parts
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
@@ -65,14 +68,22 @@ def tier_places(texts: Iterable[str]) -> tuple[TierPlace, ...]:
     return places
 
 
-def check_tiers(*, carries: bool, drafts: bool, on_gpu: bool) -> None:
-    """Raise ConfigError unless a rank's KV is full attention's pages on a CPU, which alone have tiers."""
-    if carries:
-        raise ConfigError("--kv-tier: a model with windows or states has no tiers yet")
-    if drafts:
-        raise ConfigError("--kv-tier: what a draft model remembers has no tier yet: leave one of the two out")
+def check_tiers(*, on_gpu: bool) -> None:
+    """Raise ConfigError unless a rank's pools are in the host's memory: only these have tiers."""
     if on_gpu:
         raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
+
+
+def check_room(shape: SlabShape, parts: int) -> None:
+    """Raise ConfigError where a checkpoint of so many parts would take more than half of a tier.
+
+    The tier would store none.
+    """
+    if 2 * parts > shape.num_slots:
+        raise ConfigError(
+            f"--kv-tier: {shape.size_bytes} bytes have no room for two checkpoints, of "
+            f"{parts * shape.slot_bytes} bytes each"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,7 @@ def open_tiers(
     settings: TierSettings,
     runner: ModelRunner,
     cache: PrefixCache,
-    index_block: int,
+    carried: CarriedCache,
     evict_ahead_pages: int,
     clock: Clock,
     wake: Callable[[], None],
@@ -102,20 +113,19 @@ def open_tiers(
     """Open the tiers and start their thread; return None where there are none, and how many are left out.
 
     A tier is left out where its disk fails, is full or does not answer, or where another process has its
-    file: the rank serves without it. Raise ConfigError where its flag is wrong, or where the runner keeps
-    more than pages on a CPU.
+    file: the rank serves without it. Raise ConfigError where its flag is wrong, or where the pools are on a
+    GPU.
     """
     if not settings.places or not cache.enabled:
         return None, 0
-    layout, drafts = runner.layout, runner.draft is not None
-    check_tiers(carries=bool(layout.carried), drafts=drafts, on_gpu=runner.memory.kind != "DRAM")
-    if settings.shares and layout.carried:
-        raise ConfigError("--kv-tier-shared: a model with windows or states reads its own files alone")
+    check_tiers(on_gpu=runner.memory.kind != "DRAM")
+    layout, block_tokens = runner.layout, carried.index_block
+    pool = TieredPool(cache, carried, runner.draft, layout, block_tokens)
     with ExitStack() as opened:
         found, in_files = list[_Opened](), list[bool]()
         for place in settings.places:
-            block_bytes = index_block // layout.page_size * layout.page_bytes
-            shape = SlabShape.fitting(layout_id(layout, index_block), block_bytes, place.size_bytes)
+            shape = SlabShape.fitting(layout_id(layout, block_tokens), pool.slot_bytes, place.size_bytes)
+            check_room(shape, most_parts(layout, shape.slot_bytes))
             if (each := _open_in_time(settings, place, shape)) is not None:
                 found.append(each)
                 in_files.append(place.directory is not None)
@@ -129,18 +139,19 @@ def open_tiers(
         books.load([records for _, records in found])
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
-        event(log, "kv_tiers_found", blocks=len(books), tokens=len(books) * index_block)
+        blocks, points = books.num_blocks, books.num_points
+        event(log, "kv_tiers_found", blocks=blocks, tokens=blocks * block_tokens, checkpoints=points)
         shared = _others_files(settings, found, in_files)
-        staging = Staging(slabs[0].shape.slot_bytes, layout.page_bytes, runner.memory)
+        drafts = () if runner.draft is None else (runner.draft.memory,)
+        pools = (runner.memory, *runner.carried_memory, *drafts)
+        staging = Staging(pool.slot_bytes, layout.unit_bytes, pools)
         opened.pop_all()
     tiering = Tiering(
         books,
         lambda done: TierThread([*slabs, *([shared] if shared is not None else [])], staging, done),
-        cache,
-        layout,
-        index_block,
+        pool,
         num_slots,
-        max(_MARGINS * evict_ahead_pages, index_block // layout.page_size),
+        max(_MARGINS * evict_ahead_pages, pool.block_pages),
         clock,
         wake,
         WriteBudget(settings.write_bytes_per_s, clock()),

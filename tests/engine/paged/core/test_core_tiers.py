@@ -9,19 +9,27 @@ from dataclasses import replace
 import pytest
 
 from engine.paged.core_rank import Rank
-from services.engine.fake import continuation
+from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
+from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.kv.tiers.books import SlotState, Stored, TierBooks
+from services.kv.tiers.books import SlotKind, SlotState, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
 from services.tier.copies import LoadCopy, Move, Staging, Store
 from services.tier.shared import SharedFiles
 from services.tier.slab import FileCalls, SlabShape
+from services.values.kv import GroupKind
 from services.values.rank_reports import RankLoad
 
 PAGE, BLOCK = 4, 8
+CARRIED = (
+    (fake_state(20),),
+    (fake_window(10),),
+    (fake_window(6, GroupKind.CHUNKED_WINDOW), fake_state()),
+    (fake_window(30), fake_window(12), fake_state(3)),
+)
 
 
 class ByHand:
@@ -58,10 +66,10 @@ class TieredRank(Rank):
         super().__init__(num_pages=num_pages, page_size=PAGE, block_pages=BLOCK // PAGE, **rank)
         self.faults = {}
         self.read_ahead = []
-        self.told = set()  # as who follows the events knows what its tiers hold
-        layout, memory, cache = self.runner.layout, self.runner.memory, self.core.cache
-        block_bytes = BLOCK // PAGE * layout.page_bytes
-        shapes = [SlabShape(layout_id(layout, BLOCK), block_bytes, count) for count in num_slots]
+        self.told, self.told_of_points = set(), set()  # as who follows the events knows what its tiers hold
+        core, runner = self.core, self.runner
+        pool = TieredPool(core.cache, core.carried, runner.draft, runner.layout, BLOCK)
+        shapes = [SlabShape(layout_id(pool.layout, BLOCK), pool.slot_bytes, count) for count in num_slots]
         self.slabs = tiers or [slabs.open_memory(None, shape, self.calls()) for shape in shapes]
         others = None
         if shared is not None:
@@ -69,22 +77,23 @@ class TieredRank(Rank):
             others = SharedFiles(shared[0] / shapes[0].layout_id.hex(), shared[1], shapes[0], self.calls())
         books = TierBooks(num_slots, in_files)
         books.load([slab.records() for slab in self.slabs])
-        staging = Staging(block_bytes, layout.page_bytes, memory)
+        staging = Staging(pool.slot_bytes, pool.layout.unit_bytes, (runner.memory, *runner.carried_memory))
         self.others = others
-        self.tiers = self.core.tiers = Tiering(
-            *(books, lambda done: self._begin(staging, done), cache, layout, BLOCK, num_slots),
+        self.tiers = core.tiers = Tiering(
+            *(books, lambda done: self._begin(staging, done), pool, num_slots),
             *(num_pages // 2, self._clock, lambda: None, budget, others),
         )
-        core = self.core
-        hooks = FillHooks(core._publish, core._offer, core._catch_up, core._reserve, core.load)
-        self.tiers.attach(hooks)
-        cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
+        hooks = (core._publish, core._offer, core._catch_up, core._reserve, core.load)
+        self.tiers.attach(FillHooks(*hooks, core._carrying, core._active))
+        core.cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
 
     def step(self):
         super().step()
         events = self.tiers.books.take_events()
         self.told |= set(events.stored)
         self.told -= set(events.removed)
+        self.told_of_points |= set(events.resumable_stored)
+        self.told_of_points -= set(events.resumable_removed)
 
     def _begin(self, staging, done):
         self.thread = ByHand(
@@ -120,7 +129,11 @@ class TieredRank(Rank):
         self.now += 1.0
         self.step()
         held = self.tiers.books._blocks.values()
-        assert self.told == {block.block_hash for block in held if block.state is SlotState.HELD}
+        of_kind = {kind: set() for kind in SlotKind}
+        for block in held:
+            if block.state is SlotState.HELD:
+                of_kind[block.kind].add(block.block_hash)
+        assert (self.told, self.told_of_points) == (of_kind[SlotKind.BLOCK], of_kind[SlotKind.END])
         assert 0 not in self.told, "a block without its hash"
         self.thread.run()
         self.core.check()
@@ -128,7 +141,7 @@ class TieredRank(Rank):
     def fill_pool(self, seed, count=3):
         for number in range(count):
             prompt = prompt_of(100 * seed + number, 40)
-            assert self.generate(prompt) == continuation(prompt, 3)
+            assert self.generate(prompt) == self.expected(prompt, 3)
 
 
 def with_stored(prompt, **rank):
@@ -157,7 +170,7 @@ def test_what_lies_in_a_file_is_read_ahead_while_its_request_waits():
     rank, seq = waiting(prompt, in_files=(True,))
     rank.turn()
     rank.turn()
-    blocks = rank.tiers.books.find(rank.tiers._wanted(seq))
+    blocks = rank.tiers.books.find(rank.tiers._finding.wanted(seq))
     assert (seq.phase, len(blocks)) == (Phase.WAITING, 4)
     assert rank.read_ahead == [rank.slot_at(block.place) for block in blocks], "once each, in order"
     assert rank.tiers.counts.tokens_ahead == 4 * BLOCK
@@ -181,7 +194,7 @@ def test_nothing_is_read_ahead_that_lies_in_memory_or_takes_longer_than_computin
 def test_a_disk_that_fails_while_it_reads_ahead_costs_no_request():
     prompt = prompt_of(1, 40)
     rank, seq = waiting(prompt, in_files=(True,))
-    blocks = rank.tiers.books.find(rank.tiers._wanted(seq))
+    blocks = rank.tiers.books.find(rank.tiers._finding.wanted(seq))
     rank.faults[rank.slot_at(blocks[0].place)] = OSError(errno.EIO, "I/O error")
     while seq not in rank.finished:
         rank.turn()
@@ -201,6 +214,97 @@ def test_what_was_evicted_is_read_instead_of_computed():
     # Of 40 tokens 39 may be matched: 4 blocks and one page of the fifth, which is no whole block.
     assert rank.computed_tokens - computed <= 4 * (8 + 2)
     assert rank.tiers.counts.hits >= 3 and rank.tiers.counts.loads == {"whole": rank.tiers.counts.hits}
+
+
+def test_with_windows_and_states_what_was_evicted_is_read_up_to_its_checkpoint(subtests):
+    for carried in CARRIED:
+        with subtests.test(carried=[group.kind.value for group in carried]):
+            rank = TieredRank(num_slots=(300,), carried=carried)
+            prompts = [prompt_of(seed, 43) for seed in range(4)]  # two fit
+            for prompt in prompts:
+                rank.generate(prompt)
+            rank.turn()
+            computed = rank.computed_tokens
+            for prompt in prompts:
+                assert rank.generate(prompt) == rank.expected(prompt, 3)
+            # The last border is at 40, and after the first token each step computes one.
+            assert rank.computed_tokens - computed == 4 * (3 + 2)
+            assert rank.tiers.counts.loads["whole"] >= 3
+            life = TieredRank(tiers=rank.slabs, num_slots=(300,), carried=carried)
+            for prompt in prompts:
+                assert life.generate(prompt) == rank.expected(prompt, 3)
+            assert life.computed_tokens == 4 * (3 + 2), "a checkpoint does not outlive its rank"
+
+
+def test_a_state_that_was_evicted_is_copied_no_more():
+    """Of pages there are enough, of states too few."""
+    rank = TieredRank(num_slots=(300,), num_pages=400, carried=(fake_state(20),), room_for=16)
+    prompts = [prompt_of(seed, 11) for seed in range(32)]
+    for prompt in prompts[:16]:
+        rank.run([rank.submit(prompt, 3)])
+    rank.now += 1.0
+    rank.step()
+    late = [copy for copy in rank.thread.waiting if len(copy.blocks) > 1]
+    assert late, "states are short, so theirs are to be stored"
+    rank.thread.waiting = [copy for copy in rank.thread.waiting if copy not in late]
+    rank.thread.run()
+    rank.thread.takes = False
+    for prompt in prompts[16:]:
+        rank.run([rank.submit(prompt, 3)])  # All states are others' by now.
+    rank.thread.waiting, rank.thread.takes = late, True
+    rank.turn()
+    rank.turn()
+    overtaken = rank.tiers.counts.overtaken
+    rank.core.cache.clear()
+    for prompt in prompts[:16]:
+        assert rank.generate(prompt) == rank.expected(prompt, 3)
+    assert overtaken > 0
+
+
+def test_a_state_that_does_not_come_whole_is_computed(subtests):
+    prompt, carried = prompt_of(1, 43), (fake_window(30), fake_state(20))
+    for ends in ("corrupt", "failed", "late", "cancelled", "refused"):
+        with subtests.test(ends):
+            rank = TieredRank(num_slots=(300,), carried=carried)
+            rank.generate(prompt)
+            rank.fill_pool(2)
+            rank.core.cache.clear()
+            rank.thread.takes = ends != "refused"
+            computed, seq = rank.computed_tokens, rank.submit(prompt)
+            rank.step()
+            loads = [copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy)]
+            assert [piece.block.kind.name for load in loads for piece in load.pieces][5:] == [
+                *(["PART"] * 6 + ["END"] if loads else []),
+            ]
+            place = loads[0].pieces[-2].place if loads else None
+            if ends == "corrupt":
+                os.pwrite(rank.slabs[0]._fd, b"\xee", rank.slot_at(place))
+            elif ends == "failed":
+                rank.faults[rank.slot_at(place)] = OSError(5, "I/O error")
+            elif ends == "late":
+                rank.now += 31.0
+                rank.step()
+            elif ends == "cancelled":
+                rank.core.cancel(seq)
+                before = [pool.copy() for pool in (rank.runner.slots, *rank.runner.carried_pools)]
+                rank.thread.run(LoadCopy)
+                now = (rank.runner.slots, *rank.runner.carried_pools)
+                assert all((old == new).all() for old, new in zip(before, now, strict=True))
+                seq = rank.submit(prompt)
+            rank.thread.takes = True
+            while seq not in rank.finished:
+                rank.turn()
+            assert rank.tokens[seq] == rank.expected(prompt, 5)
+            due = 3 if ends == "cancelled" else 43  # Who is asked again finds all of it.
+            assert rank.computed_tokens - computed == due + 4
+
+
+def test_a_state_is_that_of_its_prefix_alone():
+    rank = TieredRank(num_slots=(300,), carried=(fake_state(20),))
+    prompts = [[*prompt_of(seed, 24), *prompt_of(9, 19)] for seed in range(4)]  # of equal ends
+    for _ in range(2):
+        for prompt in prompts:
+            assert rank.generate(prompt) == rank.expected(prompt, 3)
 
 
 def test_a_rank_that_idles_stores_what_goes_next_and_then_sleeps():
@@ -250,7 +354,7 @@ def test_a_slow_tier_is_left_alone_and_what_a_fast_one_has_before_it_is_read():
     rank.step()
     assert seq.phase is Phase.FILLING
     (load,) = [copy for copy in rank.thread.waiting if isinstance(copy, LoadCopy)]
-    stored = rank.tiers.books.find(rank.tiers._wanted(seq))
+    stored = rank.tiers.books.find(rank.tiers._finding.wanted(seq))
     fast = [block.place.tier for block in stored].index(1)
     assert len(load.pieces) == fast > 0 and len(stored) > fast
     assert [trust.is_off(rank.now) for trust in rank.tiers._health.trust] == [False, True]
@@ -294,6 +398,12 @@ def test_what_another_rank_keeps_in_its_file_is_read_and_not_computed(tmp_path, 
         rank, counts = other()
         assert (counts.tokens_shared, counts.hits, counts.loads) == (4 * BLOCK, 1, {"whole": 1})
         assert rank.computed_tokens == 40 - 4 * BLOCK + 2
+    with subtests.test("likewise a checkpoint"):
+        carried, longer = (fake_window(30), fake_state(20)), prompt_of(1, 43)
+        with_stored(longer, shared=(tmp_path, "c.0"), carried=carried, num_slots=(300,))
+        reader = TieredRank(shared=(tmp_path, "c.1"), carried=carried)
+        assert reader.generate(longer) == reader.expected(longer, 3)
+        assert reader.computed_tokens == 3 + 2 and reader.tiers.counts.tokens_shared == 40
     with subtests.test("what came from another is stored as what was computed is"):
         rank.fill_pool(2)
         assert len(rank.tiers.books.find([block.key for block in blocks])) >= 4
@@ -657,11 +767,12 @@ def test_a_block_that_cannot_be_read_moves_nowhere_and_is_no_fault_of_the_next_t
 
 def test_whatever_happens_answers_are_the_oracles_and_nothing_is_lost():
     for seed in range(12):
-        _live(random.Random(seed))
+        _live(random.Random(seed), CARRIED[seed % 4] if seed % 2 else ())
 
 
-def _live(rng):
-    rank = TieredRank(num_slots=(rng.choice([6, 40]), 12)[: rng.choice([1, 2])], num_pages=20, max_running=4)
+def _live(rng, carried):
+    num_slots = (rng.choice([12 if carried else 6, 40]), 12)[: rng.choice([1, 2])]
+    rank = TieredRank(num_slots=num_slots, num_pages=20, max_running=4, carried=carried)
     begin = [prompt_of(seed, 40) for seed in range(3)]
     seqs, aside = [], set()
     for number in range(160):
@@ -701,7 +812,7 @@ def _live(rng):
             break
     assert not any(block.busy for block in rank.tiers.books._all()), "a slot is held for nobody"
     for seq, tokens in rank.tokens.items():
-        assert tokens == continuation(seq.request.prompt_ids, len(tokens))
+        assert tokens == rank.expected(seq.request.prompt_ids, len(tokens))
     assert all(seq in rank.finished or seq.phase is Phase.ENDED for seq in seqs)
     books = rank.core.check()
     assert books.locked == books.private == books.quarantined == 0
