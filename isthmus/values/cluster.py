@@ -14,6 +14,7 @@ class Model:
     max_context_tokens: int
     prefill_ranks: int
     decode_ranks: int
+    base: str = ""  # Of an adapter, whose id is `base:name`, the model that it changes.
 
 
 @dataclass(frozen=True, slots=True)

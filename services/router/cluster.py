@@ -22,8 +22,10 @@ from services.router.placement.candidates import Asked
 from services.router.placement.decision import Decision, Nowhere
 from services.router.placement.outcomes import length_means
 from services.router.placement.placer import Placer, PlacerSettings
+from services.router.placement.rank_snapshot import common_adapters, staying
 from services.router.ranks.balance import Balance, Liveness, RankNow
 from services.router.ranks.rank_order import Share
+from services.values.adapter import Adapter
 from services.values.errors import NoCapacity, Unavailable
 from services.values.kv import BlockHash
 from services.values.rank import Plan, PullSource, RankAddress, RankId, RankKey, Role
@@ -61,6 +63,7 @@ class HashedPrompt:
     most_tokens: int | None = None  # This limits prompt and answer together; None means that it is not known.
     answers: int = 1
     reusable_tokens: float = math.inf  # The rank that computes the prompt may reuse this many from a cache.
+    adapter: Adapter | None = None
 
 
 _SHORTEST = HashedPrompt(array("I", [0]), 0, ())
@@ -138,6 +141,7 @@ class Cluster:
         self._placeable: list[list[Registration]] = []
         self._max_context_tokens = 0
         self._model_context_tokens = 0
+        self._adapters: Mapping[str, Adapter] = {}
         self._known_plans = settings.plans
         self._takes_turns = True
         self._missed: dict[RankKey, tuple[Role, float]] = {}  # The time is when they went.
@@ -229,11 +233,15 @@ class Cluster:
             longest_tokens=self._max_context_tokens,
         )
 
-    async def hash(self, ids: "array[int]", salt: str, more_tokens: int | None = None) -> HashedPrompt:
+    def adapters(self) -> Mapping[str, Adapter]:
+        self._refresh()
+        return self._adapters
+
+    async def hash(self, ids: "array[int]", scope: str, more_tokens: int | None = None) -> HashedPrompt:
         """Hash a prompt, off the loop where it is long. At most `more_tokens` are to be generated."""
         if len(ids) < _LONG_PROMPT:
-            return self._hash(ids, salt, more_tokens)
-        return await asyncio.to_thread(self._hash, ids, salt, more_tokens)
+            return self._hash(ids, scope, more_tokens)
+        return await asyncio.to_thread(self._hash, ids, scope, more_tokens)
 
     def check_room(self, max_wait_s: float, answers: int = 1) -> None:
         """Raise NoCapacity if this many answers would wait longer than `max_wait_s` on every rank."""
@@ -328,8 +336,8 @@ class Cluster:
         view = self._mirror.ranks.get(incarnation.key)
         return view if view is not None and view.registration.id == incarnation else None
 
-    def _hash(self, ids: "array[int]", salt: str, more_tokens: int | None) -> HashedPrompt:
-        seed, index_block = scope_seed(self._settings.model_name, salt), self._settings.placer.index_block
+    def _hash(self, ids: "array[int]", scope: str, more_tokens: int | None) -> HashedPrompt:
+        seed, index_block = scope_seed(self._settings.model_name, scope), self._settings.placer.index_block
         hashes = tuple(sequence_hashes(ids, index_block, seed))
         return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
 
@@ -352,6 +360,7 @@ class Cluster:
             most_tokens=self._most_tokens(prompt),
             answers=prompt.answers,
             reusable_tokens=prompt.reusable_tokens,
+            adapter=prompt.adapter,
         )
 
     def _most_tokens(self, prompt: HashedPrompt) -> int | None:
@@ -444,8 +453,9 @@ class Cluster:
     def _note_ranks(self, decodes: Sequence[Registration], prefills: Sequence[Registration]) -> None:
         """Note the limits that all ranks that stay have in common: a draining rank takes nothing new."""
         if decodes:  # Without one it stays as it was.
-            self._model_context_tokens = max(map(_model_context_tokens, decodes))
-        decodes, prefills = _staying(decodes), _staying(prefills)
+            self._model_context_tokens = max(rank.model_tokens for rank in decodes)
+        decodes, prefills = staying(decodes), staying(prefills)
+        self._adapters = common_adapters(decodes, prefills)
         self._takes_turns = not any(NO_TENANT_TURNS in rank.capabilities for rank in (*decodes, *prefills))
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
         self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
@@ -484,14 +494,3 @@ class Cluster:
     def _report(self, rank: RankKey, load: RankLoad) -> None:
         self._balance.report(rank, load)
         self._mirror.mark_live(rank)  # A stream that reports counts as a passed health check.
-
-
-def _model_context_tokens(rank: Registration) -> int:
-    """Return the model's context, which is at least what the rank holds where an older rank does not
-    report it."""
-    return max(rank.model_context_tokens, rank.max_context_tokens)
-
-
-def _staying(ranks: Sequence[Registration]) -> Sequence[Registration]:
-    """Return the ranks that are not draining, or all of them where none stays."""
-    return [rank for rank in ranks if not rank.draining] or ranks

@@ -47,6 +47,12 @@ class Registration:
         return self.address.id
 
     @property
+    def model_tokens(self) -> int:
+        """Return the model's context, which is at least what the rank holds where an older rank does not
+        report it."""
+        return max(self.model_context_tokens, self.max_context_tokens)
+
+    @property
     def reports_checkpoints(self) -> bool:
         """Return whether the rank reports where it can continue; another rank is assumed to continue
         anywhere.

@@ -136,7 +136,7 @@ class FakeCluster:
     async def _placeable(self, stub):
         wanted = {role: sum(workers) for role, workers in self.shape.items()}
         probe = generation_pb2.ExplainRequest(request=ids_request([0]))
-        (model,) = (await stub.ListModels(generation_pb2.ListModelsRequest())).models
+        model = (await stub.ListModels(generation_pb2.ListModelsRequest())).models[0]
         if (model.decode_ranks, model.prefill_ranks) != (wanted["decode"], wanted["prefill"]):
             return False
         try:
@@ -159,12 +159,12 @@ class FakeCluster:
                 return tokens, response.finish
         raise AssertionError("the stream ended without a finish")
 
-    async def until_indexed(self, decode, ids, router=0, timeout_s=5.0):
+    async def until_indexed(self, decode, ids, router=0, timeout_s=5.0, **fields):
         """The router's mirror knows that the rank holds every full block of `ids`."""
         async with asyncio.timeout(timeout_s):
             while True:
                 explanation = await self.stubs[router].Explain(
-                    generation_pb2.ExplainRequest(request=ids_request(ids))
+                    generation_pb2.ExplainRequest(request=ids_request(ids, **fields))
                 )
                 hits = {(c.decode.worker, c.decode.rank): c.decode_hit_tokens for c in explanation.candidates}
                 if hits.get((decode.worker, decode.rank), 0) >= len(ids) // BLOCK * BLOCK:

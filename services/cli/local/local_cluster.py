@@ -334,7 +334,7 @@ class LocalCluster:
         metadata = key_metadata(self.router_config.api_key_file)
         try:
             models = generation_pb2.ListModelsRequest()
-            (model,) = (await stub.ListModels(models, timeout=2, metadata=metadata)).models
+            model = (await stub.ListModels(models, timeout=2, metadata=metadata)).models[0]
             explanation = await stub.Explain(probe, timeout=2, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if isinstance(grpc_errors.error_from(error), Unavailable) or error.code() in _NOT_YET:

@@ -73,6 +73,7 @@ class Models:
             "created": self._created,
             "owned_by": "isthmus",
             "max_model_len": model.max_context_tokens,
+            **({"parent": model.base} if model.base else {}),
         }
 
 

@@ -17,6 +17,7 @@ from functools import cache
 from math import inf
 from typing import NamedTuple, Protocol
 
+from services.values.adapter import Adapter
 from services.values.errors import NoCapacity
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankId, RankKey
@@ -138,6 +139,7 @@ class Asked:
     must_hold: int = 0  # the tokens of one request that a decode rank must be able to hold
     at: RankId | None = None  # the one decode rank that may be chosen: it holds the prompt for another answer
     answers: int = 1  # the number of answers that will be requested there
+    adapter: Adapter | None = None  # both ranks must have loaded it
     reusable_tokens: float = inf  # the tokens of the prompt that may come from a cache
 
     @property

@@ -1,7 +1,7 @@
 """These functions tell why a rank may not be chosen for a request. Pure.
 
-    of_rank          judges the rank alone: it failed this request, drains, is not connected, holds too
-                     little, is not live, or has another KV layout
+    of_rank          judges the rank alone: it failed this request, drains, has not loaded the adapter, is
+                     not connected, holds too little, is not live, or has another KV layout
     beside_others    compares it with the others: another rank could hold the whole request, or the request
                      would wait too long here whichever rank it is paired with
 
@@ -43,6 +43,8 @@ def of_rank(rank: Registration, standing: Standing, asked: Asked) -> str:
         return "it failed this request"
     if rank.draining:
         return "draining"
+    if asked.adapter is not None and asked.adapter not in rank.adapters:
+        return f"it has not loaded {asked.adapter}"
     if is_decode and not standing.is_connected:
         return "not connected"
     # A decode rank needs room for one more token.

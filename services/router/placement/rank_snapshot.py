@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from services.router.placement import exclusion
 from services.router.placement.candidates import Asked, Brought
 from services.router.ranks.balance import Balance, RankNow
 from services.router.ranks.predictions import Guessed
+from services.values.adapter import Adapter
 from services.values.kv import KvLayout
 from services.values.rank import RankKey, Role
 from services.values.rank_reports import RankLoad, Registration
@@ -55,6 +57,22 @@ def common_layout(
         return receivers[layout] * senders[layout], receivers[layout]
 
     return max(receivers, key=pairs, default=None)
+
+
+def staying(ranks: Sequence[Registration]) -> Sequence[Registration]:
+    """Return the ranks that are not draining, or all of them where none stays."""
+    return [rank for rank in ranks if not rank.draining] or ranks
+
+
+def common_adapters(decodes: Sequence[Registration], prefills: Sequence[Registration]) -> dict[str, Adapter]:
+    """Return by name the adapter that the most pairs of a decode and a prefill rank have, or without such
+    pairs the most decode ranks. So while another one of that name is rolled out, all requests get one."""
+    receivers, senders = (Counter(chain(*(rank.adapters for rank in ranks))) for ranks in (decodes, prefills))
+
+    def pairs(adapter: Adapter) -> tuple[int, int, str]:
+        return receivers[adapter] * senders[adapter], receivers[adapter], adapter.digest
+
+    return {adapter.name: adapter for adapter in sorted(receivers, key=pairs)}
 
 
 class RankSnapshot:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from services.router.text.chat_turns import content_of
 from services.router.text.prompt import PastAnswers
+from services.values.adapter import Adapter, kv_scope
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams, TenantShare
 from services.wire.generation_messages import PackedIds
@@ -155,6 +156,7 @@ class ClientRequest:
     deadline: float = inf  # This is on the router's clock.
     prompt: PackedIds = _NO_IDS
     past: PastAnswers | None = None  # Only a chat has these.
+    adapter: Adapter | None = None
 
     @property
     def salt(self) -> str:
@@ -164,6 +166,11 @@ class ClientRequest:
     def turn_of(self) -> str:
         """Return with whose requests it takes turns."""
         return self.tenant if self.share is None else self.share.tenant
+
+    @property
+    def scope(self) -> str:
+        """Return what separates its KV from that of others."""
+        return kv_scope(self.salt, self.adapter)
 
     @property
     def answer_name(self) -> str:

@@ -172,7 +172,9 @@ class FailoverStream:
         output_ids, most = self._progress.output_ids, self._request.sampling.max_tokens
         ids = self._prompt_ids + array("I", output_ids) if output_ids else self._prompt_ids
         more_tokens = None if most is None else most - len(output_ids)
-        prompt = await self._cluster.hash(ids, self._request.salt, more_tokens)
+        prompt = await self._cluster.hash(ids, self._request.scope, more_tokens)
+        if self._request.adapter is not None:
+            prompt = replace(prompt, adapter=self._request.adapter)
         self._progress.routed(self._clock() - began)
         return prompt
 
@@ -255,6 +257,7 @@ class FailoverStream:
             traceparent=traces.traceparent(self._progress.span),
             pull_from=None if source is None else convert.source_to_proto(source),
             share=convert_request.share_to_proto(request.share),
+            adapter=None if request.adapter is None else convert.adapter_to_proto(request.adapter),
         )
 
     def _withdraw(self) -> Placed | None:

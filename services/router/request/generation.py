@@ -38,6 +38,7 @@ from services.router.text.chat_memory import AnswerMemory, ConversationMemory
 from services.router.text.chat_turns import ToolSpellings
 from services.router.text.prompt import PastAnswers, PromptEncoder
 from services.router.text.tokenizer import Tokenizer
+from services.values.adapter import Adapter, model_and_adapter
 from services.values.errors import (
     AlreadyRunning,
     DeadlineExceeded,
@@ -164,8 +165,9 @@ class Generator:
         checked = await self._check(request)
         checked = await self._encoded(checked, await self._encoder().encode(request, past), past)
         ids, sampling = checked.prompt.ids, checked.sampling
-        prompt = await self._cluster.hash(ids, checked.salt, sampling.max_tokens)
-        prompt = replace(prompt, reusable_tokens=reusable_of(sampling, len(ids)), answers=checked.answers)
+        prompt = await self._cluster.hash(ids, checked.scope, sampling.max_tokens)
+        reusable = reusable_of(sampling, len(ids))
+        prompt = replace(prompt, reusable_tokens=reusable, answers=checked.answers, adapter=checked.adapter)
         max_wait_s = self._allowed_wait_s(checked, self._request_timeout_s)
         explained = self._cluster.explain(prompt, checked.memory_key, max_wait_s)
         constraint = "" if sampling.constraint is None else sampling.constraint.kind.value
@@ -183,7 +185,7 @@ class Generator:
         return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
-        self._check_model(model)
+        self._adapter_of(model)
         if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token_ids must be at least one id below the vocabulary's size {self._tokenizer.vocab_size}"
@@ -262,18 +264,24 @@ class Generator:
     # -- the model and the ranks ------------------------------------------------------------------
 
     def list_models(self) -> generation_pb2.ListModelsResponse:
-        """Return the model with the number of usable ranks; its context does not change while ranks come
-        and go."""
-        model = generation_pb2.Model(
-            id=self._model_name,
-            max_context_tokens=self.context_tokens() or 0,
-            prefill_ranks=self._num_up(Role.PREFILL),
-            decode_ranks=self._num_up(Role.DECODE),
-        )
-        return generation_pb2.ListModelsResponse(models=[model])
+        """Return the model with the number of usable ranks, then its adapters; its context does not change
+        while ranks come and go."""
+        adapters = [each for _, each in sorted(self._cluster.adapters().items())]
+        return generation_pb2.ListModelsResponse(models=map(self._model, (None, *adapters)))
 
-    def _num_up(self, role: Role) -> int:
-        return sum(map(self._cluster.is_up, self._cluster.ranks(role)))
+    def _model(self, adapter: Adapter | None) -> generation_pb2.Model:
+        return generation_pb2.Model(
+            id=self._model_name if adapter is None else f"{self._model_name}:{adapter.name}",
+            max_context_tokens=self.context_tokens() or 0,
+            prefill_ranks=self._num_up(Role.PREFILL, adapter),
+            decode_ranks=self._num_up(Role.DECODE, adapter),
+            base="" if adapter is None else self._model_name,
+        )
+
+    def _num_up(self, role: Role, adapter: Adapter | None) -> int:
+        ranks = self._cluster.ranks(role)
+        with_it = [each for each in ranks if adapter is None or adapter in each.registration.adapters]
+        return sum(map(self._cluster.is_up, with_it))
 
     def context_tokens(self) -> int | None:
         return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
@@ -339,7 +347,7 @@ class Generator:
         return replace(checked, sampling=replace(sampling, bad_words=(), bad_token_ids=bad))
 
     def _read(self, request: generation_pb2.GenerateRequest, deadline: float) -> ClientRequest:
-        self._check_model(request.model)
+        adapter = self._adapter_of(request.model)
         for name in ("request_id", "conversation_id", "tenant"):
             if not is_id(getattr(request, name)):
                 raise InvalidRequest(f"{name} must be at most {MAX_ID_CHARS} printable characters")
@@ -373,6 +381,7 @@ class Generator:
             answered=answered,
             tells_logprobs=tells_logprobs,
             deadline=deadline,
+            adapter=adapter,
         )
 
     def _check_priority(self, priority: int, of_tenant: int | None) -> None:
@@ -388,9 +397,17 @@ class Generator:
         sampling = await self._tool_constraints.put(checked.tools, checked.sampling, prompt.ids)
         return checked.encoded(prompt, past, sampling)
 
-    def _check_model(self, model: str) -> None:
-        if model and model != self._model_name:
+    def _adapter_of(self, model: str) -> Adapter | None:
+        """Return the adapter of MODEL:NAME, or None for the model alone. Raises NotFound."""
+        name = model_and_adapter(model, self._model_name)
+        if name == "":
+            return None
+        if name is None:
             raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
+        adapter = self._cluster.adapters().get(name)
+        if adapter is None:
+            raise NotFound(f"adapter {name!r} of model {self._model_name!r} is loaded on no decode rank")
+        return adapter
 
     def _allowed_wait_s(self, request: ClientRequest, remaining_s: float) -> float:
         """Return how long the request may wait. One with a raised priority has no limit, as it does not wait

@@ -14,6 +14,7 @@ from services.router.placement.exclusion import (
     shortest_wait_s,
 )
 from services.router.ranks.balance import Liveness
+from services.values.adapter import Adapter
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import Registration
@@ -26,10 +27,12 @@ P = replace(D, role=Role.PREFILL)
 WELL = Standing(Liveness.LIVE, is_connected=True)
 ASKED = Asked((), 500, REMOTE | LOCAL)
 
+ADAPTER = Adapter("a", "0" * 32)
 # In the order in which they count: what makes each true of (rank, standing, asked).
 REASONS = {
     "it failed this request": lambda r, s, a: (r, s, replace(a, tried=frozenset({D.id}))),
     "draining": lambda r, s, a: (replace(r, draining=True), s, a),
+    f"it has not loaded {ADAPTER}": lambda r, s, a: (r, s, replace(a, adapter=ADAPTER)),
     "not connected": lambda r, s, a: (r, s._replace(is_connected=False), a),
     "the prompt is longer than its context": lambda r, s, a: (r, s, replace(a, prompt_tokens=1_001)),
     "stalled": lambda r, s, a: (r, s._replace(liveness=Liveness.STALLED), a),

@@ -463,7 +463,7 @@ def test_the_ranks_of_a_model_are_those_that_are_up():
     ranks = {Role.DECODE: ["d0", "d1"], Role.PREFILL: ["p0"]}
     up = ["d0", "p0"]
     cluster = SimpleNamespace(
-        ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9
+        ranks=ranks.__getitem__, is_up=lambda view: view in up, max_context_tokens=lambda: 9, adapters=dict
     )
     limits = {"max_attempts": 1, "max_wait_s": 1.0, "request_timeout_s": 9.0}
     generator = Generator("m", None, cluster, Outcomes(), **limits)

@@ -583,16 +583,18 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "max_context_tokens", "prefill_ranks", "decode_ranks")
+    __slots__ = ("id", "max_context_tokens", "prefill_ranks", "decode_ranks", "base")
     ID_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     id: str
     max_context_tokens: int
     prefill_ranks: int
     decode_ranks: int
-    def __init__(self, id: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., prefill_ranks: _Optional[int] = ..., decode_ranks: _Optional[int] = ...) -> None: ...
+    base: str
+    def __init__(self, id: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., prefill_ranks: _Optional[int] = ..., decode_ranks: _Optional[int] = ..., base: _Optional[str] = ...) -> None: ...
 
 class ListModelsResponse(_message.Message):
     __slots__ = ("models",)
