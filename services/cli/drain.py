@@ -78,7 +78,7 @@ def run(argv: list[str]) -> int:
 
 
 async def _run(config: DrainConfig) -> int:
-    listed = await (_read_etcd(config) if config.etcd else _listed_by_router(config))
+    listed = await listed_ranks(config)
     named = ranks_named(config.targets, listed)
     if not config.undo:
         for model, role in roles_without(named, listed):
@@ -114,7 +114,11 @@ def _there_are(listed: Sequence[ListedRank]) -> str:
     return f"there are {', '.join(names[:_MOST_SHOWN])}{more}" if names else "no rank is registered"
 
 
-async def _listed_by_router(config: DrainConfig) -> list[ListedRank]:
+async def listed_ranks(config: RanksConfig) -> list[ListedRank]:
+    return await (_read_etcd(config) if config.etcd else _listed_by_router(config))
+
+
+async def _listed_by_router(config: RanksConfig) -> list[ListedRank]:
     return [
         ListedRank(
             convert.role_from_proto(status.role),
@@ -126,7 +130,7 @@ async def _listed_by_router(config: DrainConfig) -> list[ListedRank]:
     ]
 
 
-async def _read_etcd(config: DrainConfig) -> list[ListedRank]:
+async def _read_etcd(config: RanksConfig) -> list[ListedRank]:
     keys = ClusterKeys(config.cluster)
     async with Etcd(config.etcd_settings(), rng=random.Random()) as etcd:
         _, found = await etcd.snapshot(keys.registrations)

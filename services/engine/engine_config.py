@@ -207,6 +207,9 @@ class EngineConfig(ClusterConfig):
         split=False,
         bounds=LORA_BOUNDS,
     )
+    lora_dir: Path | None = setting(
+        None, "let operators load adapters that are below this directory (isthmus lora); default: none"
+    )
     fake_draft: str = setting(
         "",
         "engine fake: a draft model, right in a share of positions, agree:0.8, with seconds agree:0.8:0.001",
@@ -228,8 +231,6 @@ class EngineConfig(ClusterConfig):
         if self.kv_dtype and self.engine != "torch":
             also = ": SGLang has --engine-arg=--kv-cache-dtype=..." * (self.engine == "sglang")
             raise ConfigError(f"--kv-dtype is for --engine=torch{also}")
-        if self.lora and self.engine == "sglang":
-            raise ConfigError("--lora is for --engine=torch")
         if self.draft_model and self.engine != "torch":
             also = ": SGLang has --engine-arg=--speculative-draft-model-path=..." * (self.engine == "sglang")
             raise ConfigError(f"--draft-model is for --engine=torch{also}")

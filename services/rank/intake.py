@@ -12,13 +12,15 @@ runs, and may undrain, which ends every wait. This state ends with the process.
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from services.engine.base import HandsOver
+from services.engine.base import Adapters, HandsOver
 from services.rank.leaving import Leaving
-from services.values.errors import StaleGeneration, Unavailable
+from services.values.adapter import Adapter
+from services.values.errors import ConfigError, InvalidRequest, NotFound, StaleGeneration, Unavailable
 from services.values.rank import RankId
 from services.wire import convert
 from services.wire.fields import finite
@@ -157,9 +159,57 @@ async def _be_noticed() -> None:
     await asyncio.sleep(_NOTICE_S)
 
 
+class RankAdapters:
+    """An operator loads and unloads a rank's adapters; routers know of those that it registers."""
+
+    def __init__(self, adapters: Adapters | None, root: Path | None) -> None:
+        """`root` has all that may be loaded; None means that nothing may."""
+        self.tell: Callable[[tuple[Adapter, ...]], Awaitable[bool]] | None = None
+        self._adapters = adapters
+        self._root = root
+        self._changing = asyncio.Lock()
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        return () if self._adapters is None else self._adapters.loaded
+
+    async def load(self, name: str, directory: str) -> Adapter:
+        """Raise ConfigError, InvalidRequest and Unavailable as the engine does."""
+        if self._adapters is None or self._root is None:
+            raise ConfigError("this rank loads no adapters while it runs: --lora-dir allows that")
+        path = (self._root / directory).resolve()
+        if not path.is_relative_to(self._root.resolve()):
+            raise InvalidRequest(f"{directory} is not below --lora-dir")
+        async with self._changing:
+            adapter = await self._adapters.load(name, path)
+            await self._told(self.loaded)
+        return adapter
+
+    async def unload(self, name: str) -> None:
+        """Raise NotFound, and Unavailable where etcd could not be told."""
+        async with self._changing:
+            left = tuple(adapter for adapter in self.loaded if adapter.name != name)
+            if self._adapters is None or len(left) == len(self.loaded):
+                raise NotFound(f"adapter {name!r} is not loaded on this rank")
+            await self._told(left)
+            await _be_noticed()
+            await self._adapters.unload(name)
+
+    async def _told(self, adapters: tuple[Adapter, ...]) -> None:
+        if self.tell is None or not await self.tell(adapters):
+            raise Unavailable("etcd could not be told of the adapters; call it again")
+
+
 class Operations(rank_pb2_grpc.RankServicer):
-    def __init__(self, intake: Intake, hands_over: HandsOver | None, leaving: Leaving) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        hands_over: HandsOver | None,
+        leaving: Leaving,
+        adapting: "RankAdapters",
+    ) -> None:
         self._intake = intake
+        self._adapting = adapting
         self._hands_over = hands_over
         self._leaving = leaving
 
@@ -200,3 +250,24 @@ class Operations(rank_pb2_grpc.RankServicer):
         taken = await self._hands_over.take_over(asked)
         self._leaving.metrics.took(taken)
         return convert.taken_over_to_proto(taken)
+
+    async def LoadAdapter(
+        self, request: rank_pb2.LoadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.LoadAdapterResponse:
+        self._intake.check_life(request.generation)
+        adapter = await self._adapting.load(request.name, request.directory)
+        return rank_pb2.LoadAdapterResponse(adapter=convert.adapter_to_proto(adapter))
+
+    async def UnloadAdapter(
+        self, request: rank_pb2.UnloadAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.UnloadAdapterResponse:
+        self._intake.check_life(request.generation)
+        await self._adapting.unload(request.name)
+        return rank_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: rank_pb2.ListAdaptersRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.ListAdaptersResponse:
+        self._intake.check_life(request.generation)
+        adapters = map(convert.adapter_to_proto, self._adapting.loaded)
+        return rank_pb2.ListAdaptersResponse(adapters=adapters)

@@ -43,7 +43,7 @@ from services.observe import build_info, log_lines, prometheus, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
-from services.rank.intake import OPERATIONS, Intake, Operations
+from services.rank.intake import OPERATIONS, Intake, Operations, RankAdapters
 from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import DigestMetrics, EngineCollector, HandOverMetrics
@@ -370,7 +370,8 @@ async def open_rank(
             *(hands_over, services.intake, config.hand_over_s, config.tls(), metrics),
             moves=config.move_running,
         )
-        operations = Operations(services.intake, hands_over, leaving)
+        adapting = RankAdapters(engine.adapters, config.lora_dir)
+        operations = Operations(services.intake, hands_over, leaving, adapting)
         server = await servers.open_server(
             listen,
             partial(_register, services, operations),
@@ -382,7 +383,7 @@ async def open_rank(
         address = RankAddress(own_id, host_port(config.reached_at, server.port))
         waits()
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
-        services.intake.tell = membership.say_draining
+        services.intake.tell, adapting.tell = membership.say_draining, membership.say_adapters
         leaving.knows(address, membership.successors, engine.max_context_tokens)
         stack.push_async_callback(leaving.close)
         await server.set_serving(not (stopping.is_set() or failed.is_set()))

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from services.kv.hand_over import IdlePrefix
 from services.rank import intake as intake_module
 from services.rank import leaving as leaving_module
-from services.rank.intake import Intake, Operations
+from services.rank.intake import Intake, Operations, RankAdapters
 from services.rank.leaving import Leaving
 from services.rank.main import OpenRank
 from services.rank.rank_metrics import DigestMetrics, HandOverMetrics
@@ -89,7 +89,7 @@ async def test_where_nothing_ran_there_is_one_round(rank):
 async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(rank):
     rank.leaving.begin()
     await rank.intake.stop(at_once=False)
-    operations = Operations(rank.intake, rank.listing, rank.leaving)
+    operations = Operations(rank.intake, rank.listing, rank.leaving, RankAdapters(None, None))
     with pytest.raises(Unavailable, match="is being stopped"):
         await operations.Undrain(rank_pb2.UndrainRequest(generation=7), None)
     assert rank.leaving.told() is not None and not rank.leaving.told().over

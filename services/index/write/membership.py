@@ -23,6 +23,7 @@ from services.index.write.publisher import BELOW, Publisher, PublisherSettings
 from services.index.write.rank_ledger import RankLedger
 from services.kv.ticket import difference
 from services.process.events import first_of
+from services.values.adapter import Adapter
 from services.values.errors import ConfigError, IsthmusError, StaleGeneration, Unavailable
 from services.values.kv import CacheEvents
 from services.values.rank_reports import PULLS, Registration
@@ -96,7 +97,14 @@ class Membership:
 
         Returns False if etcd could not be written.
         """
-        self._registration = replace(self._registration, draining=draining)
+        return await self._say(replace(self._registration, draining=draining))
+
+    async def say_adapters(self, adapters: tuple[Adapter, ...]) -> bool:
+        """Report to routers what this rank has loaded. Returns False if etcd could not be written."""
+        return await self._say(replace(self._registration, adapters=adapters))
+
+    async def _say(self, registration: Registration) -> bool:
+        self._registration = registration
         if not self.registered.is_set():
             return False  # The next registration reports it, if there is one.
         try:
@@ -104,9 +112,10 @@ class Membership:
                 await self._register(take_over=False)
         except (IsthmusError, TimeoutError) as error:
             logger.warning(
-                "rank_draining_untold rank=%s draining=%s error=%r",
-                self._registration.id,
-                draining,
+                "rank_change_untold rank=%s draining=%s adapters=%d error=%r",
+                registration.id,
+                registration.draining,
+                len(registration.adapters),
                 error,
             )
             return False

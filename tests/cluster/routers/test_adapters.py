@@ -1,9 +1,12 @@
 """Adapters are models of their own to clients, and their KV is nobody else's. Engine fake gives it away."""
 
+import asyncio
+
 import grpc
 import pytest
 
 from cluster.harness import FakeCluster, prompt_of
+from services.cli import lora as lora_command
 from services.engine.fake import continuation
 from services.model.lora import CONFIG, WEIGHTS
 from services.wire.isthmus.v1 import generation_pb2
@@ -49,4 +52,56 @@ async def test_each_adapter_is_a_model_with_kv_of_its_own(etcd_endpoint, model_d
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await cluster.generate(PROMPT, model=model)
             assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        await cluster.assert_nothing_held()
+
+
+async def lora(cluster, *words, ranks=()):
+    router = f"127.0.0.1:{cluster.routers[0].server.port}"
+    return await lora_command._run(lora_command.LoraConfig(words=words, ranks=ranks, router=router))
+
+
+async def until(cluster, expected):
+    async with asyncio.timeout(10):
+        while await models(cluster) != {"fake": (1, 2, "")} | expected:
+            await asyncio.sleep(0.01)
+
+
+async def test_operators_load_and_unload_while_ranks_serve(
+    etcd_endpoint, model_dir, cluster_name, tmp_path, capsys
+):
+    adapter_files(tmp_path / "own" / "a", b"1")
+    adapter_files(tmp_path / "own" / "other", b"2")
+    adapter_files(tmp_path / "elsewhere", b"3")
+    async with FakeCluster(
+        etcd_endpoint, model_dir, cluster_name, lora_dir=tmp_path / "own", decode=(1, 1)
+    ) as cluster:
+        # Whoever has no adapter is not asked, and the name alone does not make it the same.
+        assert await lora(cluster, "load", "a", "a", ranks=("prefill-0", "decode-1")) == 0
+        assert await lora(cluster, "load", "a", "other", ranks=("decode-0",)) == 0
+        await until(cluster, {"fake:a": (1, 1, "fake")})
+        a = cluster.ranks["decode-1/0"].engine.adapters.loaded[0]
+        for _ in range(4):
+            tokens, finish = await cluster.generate(PROMPT, model="fake:a")
+            assert tokens == continuation(PROMPT, 8, adapter=a)
+            assert finish.placements[-1].decode.worker == "decode-1"
+        for name, directory, says in (
+            ("a", "other", "with other weights"),
+            ("b", "../elsewhere", "not below"),
+            ("b", "none", "No such file"),
+            ("b/c", "a", "not an adapter"),
+        ):
+            assert await lora(cluster, "load", name, directory, ranks=("decode-1",)) == 1
+            assert says in capsys.readouterr().err
+        assert await lora(cluster, "load", "a", "a", ranks=("decode-1",)) == 0  # again is no error
+        assert await lora(cluster, "ls") == 0
+        assert capsys.readouterr().out.count(a.digest) == 3
+        running = asyncio.create_task(cluster.generate(PROMPT, 300, model="fake:a"))
+        await asyncio.sleep(0.05)
+        assert await lora(cluster, "unload", "a") == 0
+        assert (await running)[0] == continuation(PROMPT, 300, adapter=a)
+        await until(cluster, {})
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster.generate(PROMPT, model="fake:a")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert await lora(cluster, "unload", "a", ranks=("decode-1",)) == 1
         await cluster.assert_nothing_held()

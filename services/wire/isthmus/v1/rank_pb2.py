@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from . import common_pb2 as isthmus_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15isthmus/v1/rank.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x7f\n\x0c\x44rainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x13\n\x06wait_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tonly_wait\x18\x03 \x01(\x08\x12\x18\n\x0bhand_over_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_wait_sB\x0e\n\x0c_hand_over_s\"I\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\'\n\thand_over\x18\x02 \x01(\x0b\x32\x14.isthmus.v1.HandOver\"n\n\x08HandOver\x12\x0c\n\x04over\x18\x01 \x01(\x08\x12\x15\n\rhanded_tokens\x18\x02 \x01(\x04\x12\x14\n\x0chanded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bleft_tokens\x18\x04 \x01(\x04\x12\x12\n\nsuccessors\x18\x05 \x01(\r\"$\n\x0eUndrainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x11\n\x0fUndrainResponse\"\xb1\x01\n\x0fTakeOverRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\'\n\x06source\x18\x02 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\x12\x18\n\x10protected_tokens\x18\x06 \x01(\r\x12\x10\n\x08within_s\x18\x07 \x01(\x01\"z\n\x10TakeOverResponse\x12\x13\n\x0bheld_tokens\x18\x01 \x01(\r\x12\x15\n\rpulled_tokens\x18\x02 \x01(\r\x12\x14\n\x0cpulled_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\t\x12\x13\n\x0broom_tokens\x18\x05 \x01(\x04\x32\xcf\x01\n\x04Rank\x12<\n\x05\x44rain\x12\x18.isthmus.v1.DrainRequest\x1a\x19.isthmus.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.isthmus.v1.UndrainRequest\x1a\x1b.isthmus.v1.UndrainResponse\x12\x45\n\x08TakeOver\x12\x1b.isthmus.v1.TakeOverRequest\x1a\x1c.isthmus.v1.TakeOverResponseB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15isthmus/v1/rank.proto\x12\nisthmus.v1\x1a\x17isthmus/v1/common.proto\"\x7f\n\x0c\x44rainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x13\n\x06wait_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\tonly_wait\x18\x03 \x01(\x08\x12\x18\n\x0bhand_over_s\x18\x04 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_wait_sB\x0e\n\x0c_hand_over_s\"I\n\rDrainResponse\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\'\n\thand_over\x18\x02 \x01(\x0b\x32\x14.isthmus.v1.HandOver\"n\n\x08HandOver\x12\x0c\n\x04over\x18\x01 \x01(\x08\x12\x15\n\rhanded_tokens\x18\x02 \x01(\x04\x12\x14\n\x0chanded_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bleft_tokens\x18\x04 \x01(\x04\x12\x12\n\nsuccessors\x18\x05 \x01(\r\"$\n\x0eUndrainRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"\x11\n\x0fUndrainResponse\"I\n\x12LoadAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\tdirectory\x18\x03 \x01(\t\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.isthmus.v1.Adapter\"8\n\x14UnloadAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\x0c\n\x04name\x18\x02 \x01(\t\"\x17\n\x15UnloadAdapterResponse\")\n\x13ListAdaptersRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"=\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.isthmus.v1.Adapter\"\xb1\x01\n\x0fTakeOverRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x06\x12\'\n\x06source\x18\x02 \x01(\x0b\x32\x17.isthmus.v1.RankAddress\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x0e\n\x06idle_s\x18\x05 \x01(\x01\x12\x18\n\x10protected_tokens\x18\x06 \x01(\r\x12\x10\n\x08within_s\x18\x07 \x01(\x01\"z\n\x10TakeOverResponse\x12\x13\n\x0bheld_tokens\x18\x01 \x01(\r\x12\x15\n\rpulled_tokens\x18\x02 \x01(\r\x12\x14\n\x0cpulled_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07refused\x18\x04 \x01(\t\x12\x13\n\x0broom_tokens\x18\x05 \x01(\x04\x32\xc8\x03\n\x04Rank\x12<\n\x05\x44rain\x12\x18.isthmus.v1.DrainRequest\x1a\x19.isthmus.v1.DrainResponse\x12\x42\n\x07Undrain\x12\x1a.isthmus.v1.UndrainRequest\x1a\x1b.isthmus.v1.UndrainResponse\x12\x45\n\x08TakeOver\x12\x1b.isthmus.v1.TakeOverRequest\x1a\x1c.isthmus.v1.TakeOverResponse\x12N\n\x0bLoadAdapter\x12\x1e.isthmus.v1.LoadAdapterRequest\x1a\x1f.isthmus.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .isthmus.v1.UnloadAdapterRequest\x1a!.isthmus.v1.UnloadAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.isthmus.v1.ListAdaptersRequest\x1a .isthmus.v1.ListAdaptersResponseB\x16Z\x14isthmus/v1;isthmusv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,10 +43,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNDRAINREQUEST']._serialized_end=414
   _globals['_UNDRAINRESPONSE']._serialized_start=416
   _globals['_UNDRAINRESPONSE']._serialized_end=433
-  _globals['_TAKEOVERREQUEST']._serialized_start=436
-  _globals['_TAKEOVERREQUEST']._serialized_end=613
-  _globals['_TAKEOVERRESPONSE']._serialized_start=615
-  _globals['_TAKEOVERRESPONSE']._serialized_end=737
-  _globals['_RANK']._serialized_start=740
-  _globals['_RANK']._serialized_end=947
+  _globals['_LOADADAPTERREQUEST']._serialized_start=435
+  _globals['_LOADADAPTERREQUEST']._serialized_end=508
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=510
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=569
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=571
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=627
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=629
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=652
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=654
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=695
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=697
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=758
+  _globals['_TAKEOVERREQUEST']._serialized_start=761
+  _globals['_TAKEOVERREQUEST']._serialized_end=938
+  _globals['_TAKEOVERRESPONSE']._serialized_start=940
+  _globals['_TAKEOVERRESPONSE']._serialized_end=1062
+  _globals['_RANK']._serialized_start=1065
+  _globals['_RANK']._serialized_end=1521
 # @@protoc_insertion_point(module_scope)

@@ -49,6 +49,21 @@ class RankStub:
                 request_serializer=isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/isthmus.v1.Rank/LoadAdapter',
+                request_serializer=isthmus_dot_v1_dot_rank__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_rank__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/isthmus.v1.Rank/UnloadAdapter',
+                request_serializer=isthmus_dot_v1_dot_rank__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_rank__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/isthmus.v1.Rank/ListAdapters',
+                request_serializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class RankServicer:
@@ -77,6 +92,27 @@ class RankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Load a LoRA adapter, and tell the routers. May be called again. FAILED_PRECONDITION: it cannot be served, or the
+        rank loads none while it runs. UNAVAILABLE: it cannot be read now, or etcd could not be told; call it again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Tell the routers, then give it up once no request needs it. NOT_FOUND: it is not loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +130,21 @@ def add_RankServicer_to_server(servicer, server):
                     servicer.TakeOver,
                     request_deserializer=isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=isthmus_dot_v1_dot_rank__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_rank__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=isthmus_dot_v1_dot_rank__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_rank__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +228,87 @@ class Rank:
             '/isthmus.v1.Rank/TakeOver',
             isthmus_dot_v1_dot_rank__pb2.TakeOverRequest.SerializeToString,
             isthmus_dot_v1_dot_rank__pb2.TakeOverResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Rank/LoadAdapter',
+            isthmus_dot_v1_dot_rank__pb2.LoadAdapterRequest.SerializeToString,
+            isthmus_dot_v1_dot_rank__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Rank/UnloadAdapter',
+            isthmus_dot_v1_dot_rank__pb2.UnloadAdapterRequest.SerializeToString,
+            isthmus_dot_v1_dot_rank__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Rank/ListAdapters',
+            isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.SerializeToString,
+            isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.pair import Pair
+from engine.pair import Pair, eager
 from engine.torch.paired.families import checkpoint, new_text, torch_settings
 from exactness.adapters import ATTENTION, adapter_of, merged
 from exactness.reference import count_near_ties, reference_generation
 from services.values.rank import Plan
+
+TEXTS = [new_text(45, 1), new_text(30, 2)]
 
 
 def adapters_of(family):
@@ -35,13 +37,12 @@ def near_ties(pair, family, name, prompt, answer):
     return count_near_ties(reference_generation(directory, tuple(prompt), len(answer.tokens)), answer.tokens)
 
 
-async def check_mixed(family, settings):
-    """Of each text one answer for the model and for each adapter, all at once, under both plans."""
+async def check_mixed(family, settings, texts, num_tokens=24, plans=Plan):
+    """Of each text one answer for the model and for each adapter, all at once."""
     async with Pair(settings) as pair:
-        texts = [new_text(45, 1), new_text(30, 2)]
-        asked = [(name, text, plan) for text in texts for plan in Plan for name in (None, "all", "half")]
+        asked = [(name, text, plan) for text in texts for plan in plans for name in (None, "all", "half")]
         answers = await asyncio.gather(
-            *(pair.generate(text, 24, plan, adapter=loaded(pair, name)) for name, text, plan in asked)
+            *(pair.generate(text, num_tokens, plan, adapter=loaded(pair, name)) for name, text, plan in asked)
         )
         ties = 0
         for (name, text, _), answer in zip(asked, answers, strict=True):
@@ -56,14 +57,31 @@ async def check_mixed(family, settings):
         assert ties <= 1
         assert len({tuple(answers[i].tokens) for i in range(3)}) == 3
         await pair.assert_nothing_held()
-        return pair
+        return pair.decode.load().retractions
 
 
 async def test_batches_of_the_model_and_of_adapters_are_exact():
-    await check_mixed("llama", serving("llama"))
+    await check_mixed("llama", serving("llama"), [new_text(40, 1)], 8, [Plan.REMOTE])
 
 
 @pytest.mark.exact
 @pytest.mark.parametrize("family", ["mistral-window", "qwen3", "gemma3", "gpt_oss", "qwen3_5", "falcon_h1"])
 async def test_other_families_are_exact(family):
-    await check_mixed(family, serving(family))
+    await check_mixed(family, serving(family), TEXTS)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("speculation", ["off", "lookup", "tree"])
+async def test_a_crowd_that_has_some_retracted_is_exact(speculation):
+    """15 pages for 12 sequences that need 5 each; drafts of an adapter's text are another's, at best."""
+    settings = serving(
+        "llama", kv_pages=15, max_running_requests=6, speculation=speculation, speculate_unsalted=True
+    )
+    retractions = await check_mixed("llama", eager(settings), TEXTS, 30)
+    assert retractions > 0
+
+
+@pytest.mark.exact
+async def test_a_draft_model_drafts_for_adapters_too():
+    draft = str(checkpoint("llama"))
+    await check_mixed("llama", serving("llama", speculation="draft", draft_model=draft), TEXTS)
