@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from services.cli import screen
 from services.cli.table import fold, format_bytes
 from services.engine.engine_config import TIER_BOUNDS
 from services.engine.paged.shell.tiers import TierPlace, check_room, check_tiers, tier_places
 from services.kv.tails import PoolSizes, units_at, units_for
+from services.model import lora
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
 from services.model.model_config import Pool, context_tokens, kv_dtype
 from services.model.quantization import MODELOPT_FILE, is_quantized, with_modelopt
@@ -186,6 +189,9 @@ class SizeConfig:
         bounds=Bounds(above=0),
     )
 
+    lora: tuple[Path, ...] = setting(
+        (), "with --gpu-gib: directories of adapters that a rank is to hold at once", split=False
+    )
     kv_tier: tuple[str, ...] = setting(
         (), "the ranks' --kv-tier: tell what each holds", split=False, bounds=TIER_BOUNDS
     )
@@ -222,6 +228,7 @@ class Fit:
     memory_bytes: float
     start_bytes: float = 0.0  # These are weights while a rank starts, if that is more.
     tier_bytes: int = 0  # Tiers in memory are taken at the start.
+    adapter_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -233,7 +240,7 @@ class Fit:
 
     @property
     def missing_bytes(self) -> float:
-        pools = self.kv_pages * self.page_bytes + self.carried_bytes + self.tier_bytes
+        pools = self.kv_pages * self.page_bytes + self.carried_bytes + self.tier_bytes + self.adapter_bytes
         return self.weights_bytes + pools + self.reserve_bytes - self.memory_bytes
 
     @property
@@ -252,6 +259,7 @@ class Fit:
             f"pool               {self.kv_pages} pages, {format_bytes(self.kv_pages * self.page_bytes)}",
             *self._carried_line(),
             *([f"tiers in memory    {format_bytes(self.tier_bytes)}"] if self.tier_bytes else []),
+            *([f"adapters           {format_bytes(self.adapter_bytes)}"] if self.adapter_bytes else []),
             f"set aside          {format_bytes(self.reserve_bytes)}",
             f"{f'of {format_bytes(self.memory_bytes)}'.ljust(18)} {verdict}",
             *self._start_line(),
@@ -281,6 +289,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         gpu_gib * _GIB,
         _start_bytes(config, checkpoint),
         sum(place.size_bytes for place in _tiers(config) if place.directory is None),
+        sum(map(_adapter_bytes, config.lora)),
     )
 
 
@@ -290,6 +299,18 @@ def _start_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:
     if not is_torch or config.weights_gib is not None or not is_quantized(checkpoint):
         return 0.0
     return weights(checkpoint, dequantized=True).bytes_per_gpu()
+
+
+def _adapter_bytes(directory: Path) -> int:
+    """Return the bytes that an adapter takes in float32, in which it is computed. Raises ConfigError."""
+    try:
+        with safe_open(directory / lora.WEIGHTS, "numpy") as tensors:
+            names = tensors.keys()
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        layers = lora.lora_layers(_read(directory / lora.CONFIG), shapes)
+    except (OSError, SafetensorError, ConfigError) as error:
+        raise ConfigError(f"adapter {directory}: {error}") from error
+    return sum(4 * layer.parameters for layer in layers.values())
 
 
 def _weights_bytes(config: SizeConfig, checkpoint: dict[str, Any]) -> float:

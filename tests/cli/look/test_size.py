@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from exactness.adapters import adapter_of
 from exactness.checkpoints import tiny_checkpoint
 from exactness.model_configs import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_3_1_8B, QWEN3_5_35B_A3B
 from services.cli.look.size import SizeConfig, report, run
 from services.cli.model.make_model import ARCHITECTURES
+from services.cli.table import format_bytes
 from services.engine.torch.runner import TorchRunner
 from services.model.layer_groups import layer_groups
 from services.model.model_config import Pool, kv_dtype
@@ -149,6 +151,15 @@ def test_whether_all_fits_is_told_and_is_the_exit_code(subtests, tmp_path_factor
         (tmp_path / "config.json").write_text("[]")
         with pytest.raises(ConfigError, match="not a JSON object"):
             run([f"--model={tmp_path}"])
+    with subtests.test("adapters count, in float32"):
+        base = tiny_checkpoint()
+        adapter = adapter_of(base, "size", ("q_proj", "o_proj"), rank=4)
+        flags = [f"--model={base}", "--conversations=1", "--context-tokens=64", "--gpu-gib=1"]
+        assert run([*flags, f"--lora={adapter}", f"--lora={adapter}"]) == 0
+        each = 2 * 2 * 4 * (64 + 64) * 4  # layers, linears, rank, inputs and outputs, bytes
+        assert f"adapters           {format_bytes(2 * each)}" in capsys.readouterr().out.splitlines()
+        with pytest.raises(ConfigError, match="No such file"):
+            run([*flags, f"--lora={base}"])
 
 
 def test_what_is_beside_the_pages(subtests, tmp_path_factory, capsys):

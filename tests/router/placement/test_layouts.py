@@ -1,14 +1,23 @@
 """Ranks of several KV layouts: which one counts, and what the others can do meanwhile."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
+from hypothesis import given
+from hypothesis.strategies import lists, sampled_from, sets, tuples
+
 from router.placement.known_cluster import LAYOUT, REMOTE, Router, of_other_layout
 from services.router.placement.decision import Nowhere
-from services.router.placement.rank_snapshot import common_layout
+from services.router.placement.rank_snapshot import common_adapters, common_layout
+from services.values.adapter import Adapter
 from services.values.kv import DraftKv, GroupKind, KvGroup
-from services.values.rank import Plan
+from services.values.rank import Generation, Plan, RankAddress, RankId, Role
 from services.values.rank_reports import Registration
+
+RANK = Registration(
+    Role.DECODE, RankAddress(RankId("w", 0, Generation(1)), "h:1"), LAYOUT, "m", 1_000, 1, "fake"
+)
 
 
 def test_a_decode_rank_of_another_layout_computes_alone(subtests):
@@ -131,3 +140,25 @@ def test_prefill_computes_for_the_new_ranks_once_the_old_ones_drain(subtests):
                     router.waits(rank, 0, draining=draining)
                 way = router.place(plans=REMOTE).chosen
                 assert {way.decode.id.rank // half, way.prefill.id.rank // half} == chosen, draining
+
+
+@given(ranks=lists(tuples(sampled_from(Role), sets(sampled_from("01"), max_size=1)), max_size=8))
+def test_the_adapter_that_counts_is_that_of_the_most_pairs(ranks):
+    """Of one name only weights that a decode rank has, and none that more pairs could serve."""
+    counts = Counter((role, digest * 32) for role, digests in ranks for digest in digests)
+    registered = {
+        role: [
+            replace(RANK, role=role, adapters=tuple(Adapter("a", digest * 32) for digest in digests))
+            for own, digests in ranks
+            if own is role
+        ]
+        for role in Role
+    }
+    found = common_adapters(registered[Role.DECODE], registered[Role.PREFILL])
+    decodes, prefills = ({d * 32: counts[role, d * 32] for d in "01"} for role in (Role.DECODE, Role.PREFILL))
+    if not any(decodes.values()):
+        assert not found
+        return
+    digest = found["a"].digest
+    worths = {each: (decodes[each] * prefills[each], decodes[each]) for each in decodes}
+    assert decodes[digest] and worths[digest] == max(worths.values())
