@@ -42,8 +42,16 @@ class Timing:
     hop_s: float = 0.001  # between two services
     step_s: float = 0.015  # of a batch of one
     step_s_per_sequence: float = 0.0004
+    chunk_step_s: float = 0.0  # that a chunk takes beyond its tokens, however few they are
     report_s: float = 0.05  # between two reports of a rank's load
     flush_s: float = 0.05  # a publisher gathers cache events for so long
+
+    @property
+    def reported_tokens_per_s(self) -> float:
+        """Return the speed with which whole chunks are computed."""
+        if not self.chunk_step_s:
+            return self.tokens_per_s
+        return self.chunk_tokens / (self.chunk_step_s + self.chunk_tokens / self.tokens_per_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +204,7 @@ class Rank(ABC):
         self.events.after(took_s, self._chunk_ended)
 
     def _chunk_s(self) -> float:
-        return self._chunk_tokens / self.timing.tokens_per_s
+        return self.timing.chunk_step_s + self._chunk_tokens / self.timing.tokens_per_s
 
     def _chunk_ended(self) -> None:
         job = self._current
@@ -271,7 +279,7 @@ class Rank(ABC):
             waiting=len(self._queue),
             pending_tokens=self.pending_tokens,
             books=self.cache.books(),
-            prefill_tokens_per_s=self.timing.tokens_per_s,
+            prefill_tokens_per_s=self.timing.reported_tokens_per_s,
             memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
@@ -444,7 +452,7 @@ class DecodeRank(Rank):
             waiting_tokens=sum(job.request.prompt_tokens for job in self._receiving),
             books=self.cache.books(),
             step_s=self.batch_step_s(),
-            prefill_tokens_per_s=self.timing.tokens_per_s,
+            prefill_tokens_per_s=self.timing.reported_tokens_per_s,
             memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
