@@ -5,10 +5,10 @@
 Each round draws a cluster (checkpoint, page size, pool, chunks, plans, ranks, caches, transport) and asks it
 for turns and branches of a tree of conversations, sampled in every way; some clients leave, in some rounds
 ranks are killed all the while, in some the pools are so small that sequences are retracted, in some small
-tiers keep what they evict, and in some ranks pull all that others hold. An answer is
-judged by teacher forcing: one forward pass of transformers over prompt and answer, and a plain sampler that
-chooses from its logits (tests/exactness/plain_sampling.py). Log-probabilities, usage and the reason of the
-end are checked too, and after each round the books.
+tiers keep what they evict, perhaps in files that all ranks read, and in some ranks pull all that others hold.
+An answer is judged by teacher forcing: one forward pass of transformers over prompt and answer, and a plain
+sampler that chooses from its logits (tests/exactness/plain_sampling.py). Log-probabilities, usage and the
+reason of the end are checked too, and after each round the books.
 
 All is in one process: etcd, router, ranks, gRPC between them. What is drawn follows from the seed; what meets
 what does not. A round of seed N is drawn from N, the next one from N + 1.
@@ -43,6 +43,7 @@ COUNTS = (
         "pulled",
         "stored",
         "read",
+        "shared",
         "kills",
         "moves",
         "retractions",

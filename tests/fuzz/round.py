@@ -177,6 +177,7 @@ class Round:
             figures = tiers.figures()
             self.counts["stored"] += figures.tokens_down
             self.counts["read"] += figures.tokens_up
+            self.counts["shared"] += figures.tokens_shared
 
     def _count_open_files(self, folder: str) -> None:
         """No rank is there any more, and neither may its tiers be."""

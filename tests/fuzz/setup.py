@@ -20,6 +20,7 @@ FAMILIES = (
 )
 # That have nothing but full attention's pages.
 WITH_TIERS = (*SHAPES, "minimax_m2", "deepseek_v3")
+_SHARES = (*SHAPES, "minimax_m2", "deepseek_v3")  # Their layers are all full attention.
 _TIERS = (("memory:128KiB",), ("FOLDER:128KiB",), ("memory:48KiB", "FOLDER:256KiB"))
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
@@ -81,6 +82,8 @@ def draw_setup(chance: random.Random) -> Setup:
     rank = _draw_rank(chance, page_size, tight)
     if shape in WITH_TIERS and chance.random() < 0.6:
         rank |= {"kv_tier": chance.choice(_TIERS), "decode_cache": "on", "prefill_cache": "on"}
+        if shape in _SHARES and "FOLDER" in str(rank["kv_tier"]) and chance.random() < 0.5:
+            rank["kv_tier_shared"] = "on"
     return Setup(
         shape=shape,
         plans=chance.choice(_PLANS),
