@@ -73,10 +73,6 @@ class TierHealth:
     def __repr__(self) -> str:
         return f"TierHealth({self.trust})"
 
-    @property
-    def any_off(self) -> bool:
-        return any(map(self.is_off, range(len(self.trust))))
-
     def is_off(self, tier: int) -> bool:
         return self.trust[tier].is_off(self._clock())
 

@@ -122,7 +122,7 @@ class Tiering:
         self._shared = shared
         self._shared_tier = len(self._num_slots)
         self._look: Look | None = None
-        self._look_again_s = -math.inf
+        self._look_again_s = self._look_by_s = -math.inf
         self._health = TierHealth(self._shared_tier + (shared is not None), self.counts, clock)
         self._finding = Finding(books, pool, self._health, shared, self._shared_tier)
         self._ended: SimpleQueue[Copy] = SimpleQueue()
@@ -228,8 +228,10 @@ class Tiering:
             look = Look(self._shared, self._shared_tier)
             if now_s < self._look_again_s or not self.thread.submit(look):
                 return False
-            self._look = look
-        self._fills[seq] = Fill(seq, _deadline_s(seq, now_s, _LOOK_WAITS_S), behind=self._look)
+            self._look, self._look_by_s = look, now_s + _LOOK_WAITS_S
+        if now_s >= self._look_by_s:  # The disk may never answer.
+            return False
+        self._fills[seq] = Fill(seq, self._look_by_s, behind=self._look)
         return True
 
     def _note_look(self, look: Look) -> None:
@@ -436,7 +438,7 @@ class Tiering:
 
     @property
     def _is_off(self) -> bool:
-        return self.is_lost or self._health.any_off
+        return self.is_lost or any(map(self._health.is_off, range(len(self._num_slots))))
 
     def rated(self, load: RankLoad) -> RankLoad:
         """Return the load with how fast the tiers are read. Any thread may call it."""

@@ -429,6 +429,11 @@ def test_what_another_rank_keeps_in_its_file_is_read_and_not_computed(tmp_path, 
         os.pwrite(slab._fd, bytes([flipped]), at)
         _, counts = other(name="d.4")
         assert (counts.tokens_shared, counts.loads, counts.errors) == (BLOCK, {"corrupt": 1}, 1)
+    with subtests.test("a rank that leaves others' files alone still brings up its own"):
+        rank.tiers._health.turn_off(1, "they fail")
+        assert not rank.tiers.rated(RankLoad()).tiers_off
+        rank.tiers._health.turn_off(0, "its own fails")
+        assert rank.tiers.rated(RankLoad()).tiers_off
 
 
 def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
@@ -440,6 +445,9 @@ def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
     while seq not in rank.finished:
         rank.step()  # The disk never answers.
     assert rank.tokens[seq] == continuation(prompt, 3)
+    next_one = rank.submit(prompt_of(2, 40), 3)
+    rank.step()
+    assert next_one.phase is Phase.COMPUTING, "that look has taken too long, and nobody else waits for it"
     (look,) = rank.thread.waiting
     rank.thread.run()
     look.took_s = 2.0
