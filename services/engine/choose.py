@@ -21,6 +21,8 @@ from services.values.errors import ConfigError
 from services.values.rank import RankId, Role
 
 if TYPE_CHECKING:
+    from services.engine.sglang.service.nodes import Follower
+    from services.engine.sglang.service.sglang_settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
 
 
@@ -111,15 +113,35 @@ def _require_safetensors(directory: Path) -> None:
         raise ConfigError(f"{directory} is of a GGUF file, which engine torch alone reads")
 
 
-def _sglang_worker(settings: EngineConfig, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
+def _sglang_settings(settings: EngineConfig, role: Role, worker: str) -> "SglangSettings":
     if find_spec("sglang") is None or find_spec("sglang.srt") is None:
         raise ConfigError("--engine=sglang: SGLang is not installed in this environment")
     _require_safetensors(Path(settings.model))
     from services.engine.sglang.service.sglang_settings import SglangSettings
+
+    return SglangSettings(settings, role, worker)
+
+
+def _sglang_worker(settings: EngineConfig, role: Role, own_ids: Sequence[RankId]) -> "SglangWorker":
+    worker = _sglang_settings(settings, role, own_ids[0].worker)
     from services.engine.sglang.service.worker import SglangWorker
 
-    worker = SglangSettings(settings, role, own_ids[0].worker)
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
+
+
+def follower(settings: EngineConfig, role: Role, worker: str) -> "Follower | None":
+    """Return what runs another node's part of the worker, or None where this process is the worker.
+
+    Raises ConfigError.
+    """
+    if settings.engine != "sglang":
+        return None
+    sglang = _sglang_settings(settings, role, worker)
+    if sglang.nodes is None or sglang.nodes.rank == 0:
+        return None
+    from services.engine.sglang.service.nodes import Follower
+
+    return Follower(sglang, sglang.nodes)
 
 
 def _runner_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRunner]:

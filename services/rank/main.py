@@ -26,6 +26,7 @@ from functools import partial
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from services.engine import choose
 from services.engine.base import Engine
 from services.engine.pool_memory import free_beside_tiers, pool_pages, ranks_memory, read_config
 from services.etcd.etcd_client import Etcd
@@ -134,6 +135,9 @@ def main(module: str, make_roles: MakeRoles) -> None:
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         config.certificates()  # Certificates that cannot work are refused before torch is imported.
         config = config if config.kv_pages else with_pool(config)
+        role = Role(module.removeprefix("services."))
+        if (follower := choose.follower(config, role, config.worker)) is not None:
+            sys.exit(asyncio.run(_follow(follower.run, config, notifier)))
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
@@ -142,6 +146,20 @@ def main(module: str, make_roles: MakeRoles) -> None:
         except RankFailed as error:  # Its stack explains nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
+
+
+_Follow = Callable[[asyncio.Event, Callable[[], None], float], Awaitable[None]]
+
+
+async def _follow(run: _Follow, config: RankConfig, notifier: Notifier) -> None:
+    """Run another node's part of a worker until SIGTERM. Raises Unavailable where the worker has ended."""
+    stopping = signals.stop_on_signals()
+    poller.start()
+    beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
+    try:
+        await run(stopping, notifier.serves, config.grace_s + config.hand_over_s)
+    finally:
+        beating.cancel()
 
 
 def supervise(config: RankConfig, module: str, held: ExitStack) -> int:

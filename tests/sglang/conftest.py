@@ -15,6 +15,7 @@ from services.cli.model.make_model import make_model
 # These import what is only installed with SGLang.
 _WITH_SGLANG = [
     "test_carried.py",
+    "test_nodes.py",
     "test_process.py",
     "test_requests.py",
     "test_start.py",

@@ -10,7 +10,7 @@ from engine.sglang.settings import sglang_settings
 from engine.sglang.stand_in import OWN, PAGE_BYTES, active, chunk, worker_on
 from services.cli.model.make_model import make_model
 from services.engine.sglang.reports import Moved, draft_fields, group_fields
-from services.engine.sglang.service import worker as worker_module
+from services.engine.sglang.service import launch
 from services.engine.sglang.service.sglang_engines import SglangDecodeEngine
 from services.engine.sglang.service.sglang_settings import KEEP_WHOLE
 from services.engine.sglang.service.worker import SglangWorker
@@ -94,7 +94,7 @@ def asked(monkeypatch):
         said.times += 1
         return said.has
 
-    monkeypatch.setattr(worker_module, "has_window_memory", has_window_memory)
+    monkeypatch.setattr(launch, "has_window_memory", has_window_memory)
     return said
 
 
@@ -114,20 +114,20 @@ async def test_windows_are_kept_whole_unless_told_otherwise(
     windowed, asked, caplog, engine_args, has, added, times
 ):
     asked.has = has
-    worker = SglangWorker(sglang_settings(windowed, engine_arg=engine_args), {0: OWN})
-    assert await worker._window_arguments({}) == added
+    started = launch.Launch(sglang_settings(windowed, engine_arg=engine_args))
+    assert await started.window_arguments({}) == added
     assert asked.times == times
     assert ("find nothing on decode" in caplog.text) == (RATIO in engine_args)
 
 
 async def test_a_model_without_windows_is_not_asked_about(checkpoint, asked):
-    assert await SglangWorker(sglang_settings(checkpoint), {0: OWN})._window_arguments({}) == []
+    assert await launch.Launch(sglang_settings(checkpoint)).window_arguments({}) == []
     assert asked.times == 0
 
 
 async def test_what_recurrent_layers_cost_is_said_at_the_start(tmp_path, asked, caplog):
     make_model(tmp_path, FAMILIES["qwen3_next"])
-    assert await SglangWorker(sglang_settings(tmp_path), {0: OWN})._window_arguments({}) == []
+    assert await launch.Launch(sglang_settings(tmp_path)).window_arguments({}) == []
     assert "sglang_recurrent" in caplog.text and "--mamba-track-interval" in caplog.text
 
 

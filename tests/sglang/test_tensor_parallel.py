@@ -1,4 +1,4 @@
-"""Unequal tensor parallelism and DP attention, each with a pair of real SGLangs of its own: slow.
+"""Unequal tensor parallelism, two nodes and DP attention, each with a pair of real SGLangs of its own: slow.
 
 With tensor parallelism 2 every rank is two processes, each with half of the heads and a Handshake of its
 own. A wider prefill writes its slices to one decode process, a narrower one to several.
@@ -6,6 +6,8 @@ own. A wider prefill writes its slices to one decode process, a narrower one to 
 
 import asyncio
 import os
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from engine.pair import FAKE, Pair
 from engine.sglang.random_ids import random_ids
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, reference_generation
+from services.host.ports import free_ports
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -132,3 +135,75 @@ async def test_dp_attention(tmp_path, monkeypatch):
                 await converse(pair, name, PAGE * 2 + 5, decode=decode, prefill=prefill)
         await abort_in_the_middle(pair, decode=1, prefill=1)
         await pair.assert_nothing_held()
+
+
+FIRST, SECOND = "127.0.0.1", "127.0.0.2"
+END_S = 60.0
+
+
+def over_two_nodes():
+    """Settings of a worker's first node; SGLang's rendezvous is the second of the ports."""
+    ours = free_ports(FIRST, 1)[0]
+    settings = tensor_parallel(2)
+    nodes = ("--nnodes=2", f"--dist-init-addr={FIRST}:{ours + 1}")
+    return replace(settings, host=FIRST, engine_arg=(*settings.engine_arg, *nodes))
+
+
+@asynccontextmanager
+async def following(role, settings):
+    """The service of the second node, as it is started there."""
+    flags = [
+        *(f"--{name}={getattr(settings, name.replace('-', '_'))}" for name in SAME),
+        *(f"--engine-arg={text}" for text in (*settings.engine_arg, "--node-rank=1")),
+        *("--engine=sglang", f"--worker={role}-0-1", f"--host={SECOND}", "--etcd=127.0.0.1:1"),
+    ]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", f"services.{role}", *flags)
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await asyncio.wait_for(process.wait(), END_S)
+
+
+SAME = (
+    "model",
+    "dtype",
+    "page-size",
+    "index-block",
+    "kv-pages",
+    "chunk-size",
+    "num-threads",
+    "max-running-requests",
+)
+
+
+def parts(process):
+    """SGLang's processes below a service."""
+    import psutil
+
+    below = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in below if "sglang::scheduler" in " ".join(each.cmdline())]
+
+
+async def test_a_worker_over_two_nodes_is_one_worker():
+    decode, prefill = over_two_nodes(), over_two_nodes()
+    async with AsyncExitStack() as stack:
+        followers = {
+            role: await stack.enter_async_context(following(role, settings))
+            for role, settings in (("decode", decode), ("prefill", prefill))
+        }
+        pair = await stack.enter_async_context(Pair(decode, prefill))
+        assert {active.endpoint.split(":")[0] for active in pair.prefill._worker.actives} == {FIRST, SECOND}
+        await converse(pair, "alone", 47)
+        await asyncio.gather(*(converse(pair, f"together {i}", 20 + 7 * i) for i in range(3)))
+        await abort_in_the_middle(pair)
+        await pair.assert_nothing_held()
+
+        lost = asyncio.create_task(pair.decode.crashed())
+        await asyncio.sleep(0)
+        assert not lost.done()
+        (part,) = parts(followers["decode"])
+        part.kill()
+        await asyncio.wait_for(lost, END_S)
+    assert [follower.returncode for follower in followers.values()] == [0, 0]

@@ -132,6 +132,7 @@ class Beat:
     """The loop of the plugin's Handshake runs in that process."""
 
     pid: int
+    host: str  # Its node is reached there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +172,26 @@ class Abort:
     rid: str
 
 
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """The service of another node asks the first node's what its part of SGLang is."""
+
+    node_rank: int
+    fingerprint: int  # This is its checkpoint's.
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """This is the worker whose part it is; the stream that brought it ends with the worker."""
+
+    worker: str
+    generations: list[int]  # The index is the DP rank.
+    fingerprint: int
+
+
 Order = Generate | Abort
 ORDERS = kinds_of(Generate, Abort)
+JOININGS, INCARNATIONS = kinds_of(Joining), kinds_of(Incarnation)
 
 
 def pack_ids(ids: Iterable[int]) -> str:

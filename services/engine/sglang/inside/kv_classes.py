@@ -40,7 +40,8 @@ class IsthmusKVManager(PrefillEnd, DecodeEnd):
         idle_waits.more_fds.append(process_reporter().fileno())
         process_reporter().report(self._active())
         self._loop_thread.every(LOAD_S, report_load)
-        self._loop_thread.every(BEAT_S, lambda: process_reporter().report(Beat(os.getpid())))
+        beat = Beat(os.getpid(), self._settings.advertise_host)
+        self._loop_thread.every(BEAT_S, lambda: process_reporter().report(beat))
 
     def _active(self) -> Active:
         decode = self.disaggregation_mode == DisaggregationMode.DECODE

@@ -34,12 +34,14 @@ async def serve_reports(
     """
 
     def connection() -> asyncio.Protocol:
-        return _Process(take, unreadable, ended)
+        return Process(take, unreadable, ended)
 
     return await asyncio.get_running_loop().create_unix_server(connection, path)
 
 
-class _Process(asyncio.Protocol):
+class Process(asyncio.Protocol):
+    """This is one of SGLang's processes, at its Unix socket or at the end of a node's stream."""
+
     _transport: asyncio.WriteTransport
 
     def __init__(
@@ -266,6 +268,7 @@ def _bound(transfers: dict[int, Any]) -> None:
 
 _LOOK_S = 1.0
 _SILENT_LOOKS = 60  # A supervisor waits as long for a rank.
+_Beating = tuple[str, int]  # The parts are the node's address and the pid.
 
 
 class Beats:
@@ -276,17 +279,17 @@ class Beats:
     """
 
     def __init__(self) -> None:
-        self._looks: dict[int, int] = {}  # It maps pids to the looks since the last beat.
+        self._looks: dict[_Beating, int] = {}  # It maps processes to the looks since the last beat.
 
-    def received(self, pid: int) -> None:
-        self._looks[pid] = 0
+    def received(self, process: _Beating) -> None:
+        self._looks[process] = 0
 
-    def look(self) -> list[int]:
+    def look(self) -> list[_Beating]:
         """Return the processes that have sent beats before and are silent now."""
-        self._looks = {pid: looks + 1 for pid, looks in self._looks.items()}
-        return [pid for pid, looks in self._looks.items() if looks >= _SILENT_LOOKS]
+        self._looks = {process: looks + 1 for process, looks in self._looks.items()}
+        return [process for process, looks in self._looks.items() if looks >= _SILENT_LOOKS]
 
-    async def until_silent(self) -> list[int]:
+    async def until_silent(self) -> list[_Beating]:
         """Wait until some processes that have sent beats are silent, and return them."""
         while not (silent := self.look()):
             await asyncio.sleep(_LOOK_S)

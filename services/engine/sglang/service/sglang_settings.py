@@ -82,7 +82,6 @@ _UNSUPPORTED_SIZES = {
     "--dcp-size": _ONE_STAGE,
     "--decode-context-parallel-size": _ONE_STAGE,
     "--dwdp-size": "it makes DP ranks of its own",
-    "--nnodes": "the service must be on the host of all processes of its SGLang",
 }
 # The values of these are checked.
 _ALLOCATION = "--disaggregation-decode-allocation-policy"
@@ -93,6 +92,7 @@ _PROCESSES = ("--tp-size", "--tensor-parallel-size")
 _CONFIG = "--json-model-override-args"
 _PRIORITIES = "--enable-priority-scheduling"
 _DP_ATTENTION = "--enable-dp-attention"
+_NODES, _NODE_RANK, _FIRST_NODE = "--nnodes", "--node-rank", "--dist-init-addr"
 # Windows' KV is stored whole, as if every layer saw all, or in memory of its own with this ratio.
 KEEP_WHOLE = "--disable-hybrid-swa-memory"
 WINDOW_MEMORY_FLAG = "--swa-full-tokens-ratio"
@@ -113,6 +113,7 @@ _KNOWN = (
         _CONFIG,
         _PRIORITIES,
         _DP_ATTENTION,
+        *(_NODES, _NODE_RANK, _FIRST_NODE),
         KEEP_WHOLE,
         WINDOW_MEMORY_FLAG,
     ),
@@ -137,6 +138,41 @@ _CPU_STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """These are the nodes of one worker, and which of them this one is."""
+
+    size: int
+    rank: int  # The service of node 0 is the worker.
+    host: str  # Node 0 is reached there.
+    port: int  # Node 0's service listens there for the others', on the port before SGLang's own.
+
+    @classmethod
+    def read(cls, values: Mapping[str, str]) -> "Nodes | None":
+        """Return None where the worker has one node. Raises ConfigError."""
+        size = _whole(_NODES, values.get(_NODES, "1"))
+        if size < 2:
+            return None
+        rank = _whole(_NODE_RANK, values.get(_NODE_RANK, "0"))
+        host, _, port = values.get(_FIRST_NODE, "").rpartition(":")
+        if not host or not port.isdecimal() or not 1 < int(port) < 1 << 16:
+            raise ConfigError(
+                f"--engine-arg={_NODES}={size} needs {_FIRST_NODE}=HOST:PORT of the first node, where that "
+                "port, those after it and the one before it are free"
+            )
+        if rank >= size:
+            raise ConfigError(
+                f"--engine-arg={_NODE_RANK}={rank}: {_NODES} is {size}, so the last one is {size - 1}"
+            )
+        return cls(size, rank, host, int(port) - 1)
+
+
+def _whole(flag: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
 class SglangSettings:
     """These belong to one worker with all its DP ranks: those of its engine, its role and its name."""
 
@@ -151,10 +187,29 @@ class SglangSettings:
         _check_values(_values(self.engine.engine_arg))
         if self.role is Role.DECODE and self.engine.has_cache(self.role):
             speculation_flags.check_decode_cache(_values(self.engine.engine_arg))
+        self._check_nodes()
         if self.engine.transport != "nixl":
             raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
         if not Path(self.engine.model).is_dir():
             raise ConfigError(f"--engine=sglang needs a checkpoint directory, {self.engine.model!r} is none")
+
+    @property
+    def nodes(self) -> Nodes | None:
+        return Nodes.read(_values(self.engine.engine_arg))
+
+    def _check_nodes(self) -> None:
+        if (nodes := self.nodes) is None:
+            return
+        if self._processes_per_rank() % nodes.size:
+            raise ConfigError(
+                f"--engine-arg={_NODES}={nodes.size}: each node has as many processes, and --tp-size is "
+                f"{self._processes_per_rank()}"
+            )
+        if self.engine.dp_size > 1 and _DP_ATTENTION not in self.engine.engine_arg:
+            raise ConfigError(
+                f"--engine-arg={_NODES}={nodes.size}: SGLang has several DP ranks over nodes with "
+                f"{_DP_ATTENTION} only"
+            )
 
     def arguments(self, port: int) -> list[str]:
         """Return the arguments of `python -m sglang.launch_server`; the user's come last."""
@@ -249,10 +304,7 @@ class SglangSettings:
         return speculation_flags.draft_slots(values, self.engine.page_size) if self.role is Role.DECODE else 0
 
     def _number(self, flag: str, default: int) -> int:
-        text = _values(self.engine.engine_arg).get(flag, str(default))
-        if not text.isdecimal():
-            raise ConfigError(f"--engine-arg={flag} must be a number, got {text!r}")
-        return int(text)
+        return _whole(flag, _values(self.engine.engine_arg).get(flag, str(default)))
 
     def _cache_arguments(self) -> list[str]:
         if self.role is Role.DECODE:

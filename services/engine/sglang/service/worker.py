@@ -7,21 +7,20 @@ or the loop of its Handshake falls silent, `crashed` returns.
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from services.engine.paged.admitting import QueueRate
-from services.engine.sglang.plugin_settings import PluginSettings
 from services.engine.sglang.reports import (
     Active,
     Beat,
+    Incarnation,
     Load,
     Moved,
     Outputs,
@@ -33,16 +32,13 @@ from services.engine.sglang.reports import (
     group_of,
 )
 from services.engine.sglang.service import own_metrics, scheduler_reports
+from services.engine.sglang.service.launch import Launch
 from services.engine.sglang.service.leftovers import RunFolder
-from services.engine.sglang.service.model_shape import (
-    RECURRENT_WARNING,
-    WINDOW_MEMORY_WARNING,
-    ModelShape,
-    has_window_memory,
-)
+from services.engine.sglang.service.nodes import NodeDoor
 from services.engine.sglang.service.process_connections import (
     Beats,
     Door,
+    Process,
     Send,
     TokenCallback,
     TransferReports,
@@ -50,8 +46,7 @@ from services.engine.sglang.service.process_connections import (
 )
 from services.engine.sglang.service.scheduler_reports import MeanStepTimes, TreeEventRebuilder
 from services.engine.sglang.service.sglang_process import SglangHttp, SglangProcess, require_entry_point
-from services.engine.sglang.service.sglang_settings import KEEP_WHOLE, WINDOW_MEMORY_FLAG, SglangSettings
-from services.engine.torch.checkpoint import model_fingerprint
+from services.engine.sglang.service.sglang_settings import WINDOW_MEMORY_FLAG, SglangSettings
 from services.host.ports import held_ports
 from services.process.events import first_of
 from services.values.errors import ConfigError, PeerFailed, ProtocolError, Unavailable
@@ -78,16 +73,11 @@ class SglangWorker:
         self.settings = settings
         self.dp_size = settings.engine.dp_size
         self.own_ids = own_ids
-        self.shape = ModelShape.read(settings.engine.model)
-        self._stretched, self._allows_stretched = settings.stretching(
-            self.shape.max_position_embeddings, self.shape.max_context_tokens
-        )
-        context = self.shape.max_context_tokens if self._stretched else self.shape.max_position_embeddings
-        self.max_context_tokens = settings.max_context_tokens(context)
-        self.model_context_tokens = settings.model_context_tokens(context)
+        self._launch = Launch(settings)
+        self.shape = self._launch.shape
+        self.max_context_tokens = settings.max_context_tokens(self._launch.context_tokens)
+        self.model_context_tokens = settings.model_context_tokens(self._launch.context_tokens)
         self.stopping = False
-        self._fingerprint = model_fingerprint(Path(settings.engine.model))
-        self._draft = settings.draft()
         self._active: dict[tuple[int, int, int, int], Active] = {}
         self.transfers = TransferReports()
         self._door = Door()
@@ -111,6 +101,7 @@ class SglangWorker:
         self._process: SglangProcess | None = None
         self._http: SglangHttp | None = None
         self._reports: asyncio.Server | None = None
+        self._nodes: NodeDoor | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._beats = Beats()
         self._folder: RunFolder | None = None
@@ -152,18 +143,14 @@ class SglangWorker:
         self._door.close(_ENDED)
 
     async def _start(self) -> None:
-        settings = self.settings
         require_entry_point()
         self._folder = RunFolder.open()
         reports_path = str(self._folder.path / "reports")
         await self._open_reports(reports_path)
-        environment = self._folder.environment(settings.environment(os.environ))
-        environment |= self._allows_stretched | self._plugin_settings(reports_path).to_environment()
         (port,) = self._held.enter_context(held_ports("127.0.0.1", 1))
         self._http = SglangHttp(port)
-        arguments = [*settings.arguments(port), *self._stretched]
-        arguments += await self._window_arguments(environment)
-        self._process = SglangProcess(arguments, environment)
+        command = await self._launch.command(self._folder, port, self._incarnation, reports_path)
+        self._process = SglangProcess(*command)
         await self._process.start()
         self._tasks.append(asyncio.create_task(self._close_door_at_end(), name="sglang-end"))
         await self._until_healthy()
@@ -174,22 +161,17 @@ class SglangWorker:
         self._tasks.append(asyncio.create_task(self._fail_when_silent(), name="sglang-beats"))
 
     async def _open_reports(self, path: str) -> None:
-        self._reports = await serve_reports(path, self._take_from, self._take_unreadable, self._broken.set)
+        taking = (self._take_from, self._take_unreadable, self._broken.set)
+        self._reports = await serve_reports(path, *taking)
+        if self.settings.nodes is not None:
+            self._nodes = NodeDoor(
+                self.settings.nodes, self._incarnation, partial(Process, *taking), self._broken.set
+            )
+            await self._nodes.open(self.settings.engine)
 
-    async def _window_arguments(self, environment: Mapping[str, str]) -> list[str]:
-        """Return flags that store windows' KV whole, unless others are requested; log SGLang's limits."""
-        settings, shape = self.settings, self.shape
-        if shape.is_recurrent:
-            log.warning("sglang_recurrent said=%r", RECURRENT_WARNING)
-        if not shape.is_windowed or settings.keeps_windows_whole:
-            return []
-        if not await has_window_memory(settings.engine.model, environment):
-            return []
-        if settings.keeps_window_memory:
-            log.warning("sglang_window_memory said=%r", WINDOW_MEMORY_WARNING)
-            return []
-        log.info("sglang_windows_kept_whole flag=%s", KEEP_WHOLE)
-        return [KEEP_WHOLE]
+    @property
+    def _incarnation(self) -> Incarnation:
+        return self._launch.incarnation(tuple(self.own_ids[rank].generation for rank in range(self.dp_size)))
 
     async def _stop(self) -> None:
         self.stopping = True
@@ -206,6 +188,8 @@ class SglangWorker:
             await self._http.close()
         if self._reports is not None:
             self._reports.close()
+        if self._nodes is not None:
+            await self._nodes.close()
         if self._folder is not None:
             self._folder.close()
         self._held.close()
@@ -286,7 +270,7 @@ class SglangWorker:
 
     async def _fail_when_silent(self) -> None:
         silent = await self._beats.until_silent()
-        log.critical("sglang_hangs pids=%s", ",".join(map(str, silent)))
+        log.critical("sglang_hangs processes=%s", ",".join(f"{host}/{pid}" for host, pid in silent))
         self._broken.set()
 
     def _take_load(self, load: dict[str, Any]) -> None:
@@ -297,40 +281,6 @@ class SglangWorker:
             self._queue_rates[dp_rank].waits(time.monotonic())
         else:
             self._queue_rates[dp_rank].empty()
-
-    def _plugin_settings(self, reports_path: str) -> PluginSettings:
-        engine, tls = self.settings.engine, self.settings.engine.tls()
-        paths = ("", "", "") if tls is None else tuple(str(p or "") for p in (tls.ca, tls.cert, tls.key))
-        return PluginSettings(
-            worker=self.settings.worker,
-            generations=tuple(self.own_ids[rank].generation for rank in range(self.dp_size)),
-            model_fingerprint=self._fingerprint,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            host=engine.host,
-            advertise_host=engine.reached_at,
-            reports_path=reports_path,
-            tls_ca=paths[0],
-            tls_cert=paths[1],
-            tls_key=paths[2],
-            tls_mutual=tls is not None and tls.mutual,
-            tls_server_name="" if tls is None else tls.server_name,
-            tls_peer_name="" if tls is None else tls.peer_name,
-            nixl_backend=engine.nixl.backend,
-            expects_rdma=engine.nixl.expects_rdma,
-            **self._draft_settings(),
-        )
-
-    def _draft_settings(self) -> dict[str, Any]:
-        draft = self._draft
-        if draft is None:  # If there is one, it is in the model's checkpoint.
-            return {"draft_fingerprint": self._fingerprint}
-        return {
-            "draft_fingerprint": draft.fingerprint(),
-            "draft_kv_heads": draft.num_kv_heads,
-            "draft_head_dim": draft.head_dim,
-            "draft_is_latent": draft.is_latent,
-        }
 
     def _rebuilder(self) -> TreeEventRebuilder:
         engine = self.settings.engine
@@ -394,7 +344,7 @@ class SglangWorker:
         return KvLayout(
             active.page_size,
             active.page_bytes,
-            self._fingerprint,
+            self._launch.fingerprint,
             active.tp_size,
             (group, *map(group_of, active.carried)),
             draft=draft_of(active.draft),
@@ -455,7 +405,7 @@ class SglangWorker:
             case TreeEvents():
                 self._take_events(report)
             case Beat():
-                self._beats.received(report.pid)
+                self._beats.received((report.host, report.pid))
 
     def _take_events(self, report: TreeEvents) -> None:
         self._follow(report.dp_rank, lambda rebuilder: rebuilder.rebuild(report.events))

@@ -7,7 +7,7 @@ import pytest
 
 from engine.sglang.settings import sglang_settings
 from services.engine.sglang.plugin_settings import VARIABLE, PluginSettings
-from services.engine.sglang.service.sglang_settings import IDLE_CONNECTION_S
+from services.engine.sglang.service.sglang_settings import IDLE_CONNECTION_S, Nodes
 from services.values.errors import ConfigError
 from services.values.rank import Role
 
@@ -68,7 +68,6 @@ def test_flags_that_are_refused(subtests, tmp_path):
         "--enable-pd-role-switch",
         "--radix-cache-backend=mine",
         "--disaggregation-decode-allocation-policy=prefill_complete",
-        "--nnodes=2",
         "--pp-size=2",
         "--pipeline-parallel-size=2",
         "--attn-cp-size=2",
@@ -130,6 +129,36 @@ def test_flags_that_are_refused(subtests, tmp_path):
             settings(tmp_path, engine_arg=(argument,))
     with subtests.test("a checkpoint is a directory"), pytest.raises(ConfigError):
         settings("meta-llama/Llama-3.1-8B")
+
+
+FIRST = "--dist-init-addr=10.0.0.1:5000"
+
+
+def test_nodes_of_one_worker(subtests, tmp_path):
+    with subtests.test("the service's port is the one before SGLang's"):
+        given = ("--nnodes=2", "--tp-size=4", FIRST)
+        assert settings(tmp_path, dp_size=1, engine_arg=given).nodes == Nodes(2, 0, "10.0.0.1", 4999)
+        second = settings(tmp_path, dp_size=1, engine_arg=(*given, "--node-rank=1"))
+        assert second.nodes == Nodes(2, 1, "10.0.0.1", 4999)
+        assert tuple(second.arguments(7000)[-4:]) == (*given, "--node-rank=1")
+    with subtests.test("one node"):
+        assert settings(tmp_path, engine_arg=("--nnodes=1", FIRST)).nodes is None
+    for given, why in [
+        (("--nnodes=2", "--tp-size=2"), "--nnodes=2 needs --dist-init-addr=HOST:PORT"),
+        (("--nnodes=2", "--tp-size=2", "--dist-init-addr=first"), "needs --dist-init-addr=HOST:PORT"),
+        (("--nnodes=2", "--tp-size=2", "--dist-init-addr=first:1"), "needs --dist-init-addr=HOST:PORT"),
+        (("--nnodes=two", "--tp-size=2", FIRST), "--nnodes must be a number, got 'two'"),
+        (("--nnodes=2", "--tp-size=2", FIRST, "--node-rank=2"), "--nnodes is 2, so the last one is 1"),
+        (("--nnodes=2", "--tp-size=3", FIRST), "each node has as many processes, and --tp-size is 3"),
+        (("--nnodes=2", FIRST), "and --tp-size is 1"),
+    ]:
+        with subtests.test(given=given), pytest.raises(ConfigError, match=why):
+            settings(tmp_path, dp_size=1, engine_arg=given)
+    with subtests.test("DP ranks over nodes"):
+        given = ("--nnodes=2", "--tp-size=2", FIRST)
+        with pytest.raises(ConfigError, match="over nodes with --enable-dp-attention only"):
+            settings(tmp_path, engine_arg=given)
+        assert settings(tmp_path, engine_arg=(*given, "--enable-dp-attention")).nodes
 
 
 ALGORITHM = "--speculative-algorithm"
