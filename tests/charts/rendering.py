@@ -73,6 +73,8 @@ class Objects:
     def pods(self) -> dict[str, dict[str, Any]]:
         """Pod specs by component, the test's included."""
         specs = {name: item["spec"]["template"]["spec"] for name, item in self.workloads().items()}
+        for name, item in self.of("LeaderWorkerSet").items():
+            specs[name] = item["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
         return specs | {name: item["spec"] for name, item in self.of("Pod").items()}
 
     def container(self, component: str) -> dict[str, Any]:
@@ -80,11 +82,11 @@ class Objects:
         found: dict[str, Any] = container
         return found
 
-    def arguments(self, component: str, number: int = 0) -> list[str]:
-        """Of its pod `number`, as the container gets them."""
+    def arguments(self, component: str, number: int = 0, **injected: str) -> list[str]:
+        """Of its pod `number`, as the container gets them; `injected` are variables that others add."""
         container = self.container(component)
         variables = {env["name"]: env.get("value") for env in container["env"]}
-        variables["POD_NAME"] = f"{self.release}-{component}-{number}"
+        variables |= {"POD_NAME": f"{self.release}-{component}-{number}", **injected}
         return [_expand(text, variables) for text in container["args"]]
 
     def config(self, component: str) -> Any:

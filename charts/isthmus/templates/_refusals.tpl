@@ -24,7 +24,8 @@
 {{- fail (printf "%s.flags.%s: only %s ranks heed it" $role . $other) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (eq $worker.engine "sglang") (lt $gpus $dpSize) -}}
+{{- include "isthmus.nodeRefusals" (dict "role" $role "worker" $worker) -}}
+{{- if and (eq $worker.engine "sglang") (lt (mul $gpus (int $worker.nodes)) $dpSize) -}}
 {{- fail (printf "%s.gpus is %d: engine sglang needs a GPU for each of its %d DP ranks at least" $role $gpus $dpSize) -}}
 {{- end -}}
 {{- if and (eq $worker.engine "torch") (gt $gpus 0) (ne (list $gpus $dpSize | toJson) "[1,1]") -}}
@@ -91,6 +92,25 @@
 {{- fail (printf "router.autoscaling.minReplicas is above maxReplicas: %d and %d" (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- end -}}
 {{- if $scaling.enabled }}{{ include "isthmus.scalingRefusals" .Values.router }}{{ end -}}
+{{- end -}}
+
+{{/* Of a worker with several nodes. {role, worker} */}}
+{{- define "isthmus.nodeRefusals" -}}
+{{- $role := .role -}}
+{{- range index .worker.flags "engine-arg" | default list -}}
+{{- $flag := regexReplaceAll "=.*" . "" -}}
+{{- if has $flag (list "--nnodes" "--node-rank" "--dist-init-addr") -}}
+{{- fail (printf "%s.flags.engine-arg %s: %s.nodes says it" $role . $role) -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (int .worker.nodes) 1 -}}
+{{- if ne .worker.engine "sglang" -}}
+{{- fail (printf "%s.nodes is %d: only a worker of engine sglang can have several" .role (int .worker.nodes)) -}}
+{{- end -}}
+{{- if ne .worker.updateStrategy.type "RollingUpdate" -}}
+{{- fail (printf "%s.updateStrategy.type is %s: workers of several nodes know RollingUpdate alone" .role .worker.updateStrategy.type) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Where ranks refuse tiers, and what says nothing without another value. {role, worker} */}}
