@@ -92,28 +92,41 @@ class OnLoop(Collector):
         return list(self._collector.collect())
 
 
+Part = tuple[CollectorRegistry, Mapping[str, str]]  # These metrics are shown with these labels.
+
+
 class _Labelled(Collector):
-    def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
-        self._registry = registry
-        self._labels = dict(labels)
+    def __init__(self, parts: Callable[[], Iterable[Part]]) -> None:
+        self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
-            # Creation times of counters are useless, and would be a third of all series.
-            metric.samples = [
-                sample._replace(labels={**self._labels, **sample.labels})
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ]
-            yield metric
+        """Yield each metric once, as the format requires, with the samples of all parts."""
+        shown: dict[str, Metric] = {}
+        for registry, labels in self._parts():
+            for metric in registry.collect():
+                # Creation times of counters are useless, and would be a third of all series.
+                metric.samples = [
+                    sample._replace(labels={**labels, **sample.labels})
+                    for sample in metric.samples
+                    if not sample.name.endswith("_created")
+                ]
+                if (known := shown.setdefault(metric.name, metric)) is not metric:
+                    known.samples += metric.samples
+        yield from shown.values()
 
 
 class MetricsPage:
-    """Every sample gets these `labels`, which name the process, unless it has a label of that name itself."""
+    """Every sample gets these `labels`, which name the process, unless it has a label of that name itself.
+    `more` returns the parts that are shown besides."""
 
-    def __init__(self, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]) -> None:
-        self.registry = prometheus_client.CollectorRegistry()
-        self.registry.register(_Labelled(registry, labels))
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        labels: Mapping[str, str],
+        more: Callable[[], Iterable[Part]] = tuple,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Labelled(lambda: [(registry, labels), *more()]))
 
     def rendered(self, accept: str) -> tuple[bytes, str]:
         """Return the page in the format that the HTTP header Accept requests, and the format's name.
@@ -125,14 +138,18 @@ class MetricsPage:
 
 
 def serve_metrics(
-    host: str, port: int, registry: prometheus_client.CollectorRegistry, labels: Mapping[str, str]
+    host: str,
+    port: int,
+    registry: CollectorRegistry,
+    labels: Mapping[str, str],
+    more: Callable[[], Iterable[Part]] = tuple,
 ) -> tuple[int, Callable[[], None]]:
     """Serve a MetricsPage on http://host:port/metrics from a thread of its own; port 0 chooses a free port.
 
     Returns the port, and a function that stops the server and waits for its end. Raises ConfigError if the
     address cannot be bound.
     """
-    page = MetricsPage(registry, labels)
+    page = MetricsPage(registry, labels, more)
     try:
         server, thread = prometheus_client.start_http_server(port, bindable(host), page.registry)
     except OSError as error:

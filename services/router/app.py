@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -17,7 +15,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.types import ASGIApp
 
 from services.etcd.etcd_client import Etcd
-from services.grammar.grammars import Grammars
 from services.host import descriptors
 from services.host.ports import bindable, host_port, listen
 from services.index.index_metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
@@ -33,11 +30,9 @@ from services.observe import build_info, log_lines, prometheus, traces
 from services.process.events import first_of
 from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals
-from services.router.cluster import Cluster, ClusterSettings
-from services.router.cluster_messages import ranks_of
+from services.router.cluster import Cluster
 from services.router.cluster_watch import Watch, WatchMetrics
 from services.router.connections.rank_health import SuspectChecks
-from services.router.dialects.sampling import OPENAI, SamplingDefaults, defaults_of
 from services.router.generation_service import (
     GENERATE,
     SERVICE_NAME,
@@ -48,17 +43,14 @@ from services.router.generation_service import (
 from services.router.http.bounded_connection import BoundedConnection, HttpBounds, HttpMetrics, HttpTls
 from services.router.http.page import Page
 from services.router.http.routes import http_app
-from services.router.parsing.parser_choice import PROBE, PROBE_SCHEMA, ParserChoice, choose
-from services.router.placement.placer import PlacerSettings
-from services.router.placement.price import PriceWeights
-from services.router.ranks.balance import Balance
+from services.router.models import Models, ModelsCollector
+from services.router.models_file import ModelsFile
 from services.router.request.generation import Generator
-from services.router.request.router_metrics import RankCollector, RouterMetrics
+from services.router.request.router_metrics import RouterMetrics
 from services.router.router_config import RouterConfig
+from services.router.served_model import Model, Surroundings, open_model, read_checkpoint
 from services.router.tenants import TenantCollector, Tenants
-from services.router.text.answer_ends import EndOfSequence
-from services.router.text.prompt import most_message_bytes
-from services.router.text.tokenizer import Tokenizer
+from services.settings.named_models import resolved
 from services.values.errors import ConfigError, root_cause
 
 _RANKS_LATE_S = 10.0
@@ -75,15 +67,22 @@ class OpenRouter:
     server: servers.RpcServer
     http: "HttpFront"
     metrics_port: int
-    generator: Generator
+    models: Models
     watch: Watch
-    cluster: Cluster
     mirror: Mirror
     failed: asyncio.Event
 
     @property
     def http_port(self) -> int:
         return self.http.port
+
+    @property
+    def generator(self) -> Generator:
+        return self.models.default.generator
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.models.default.cluster
 
 
 @contextlib.asynccontextmanager
@@ -103,12 +102,7 @@ async def open_router(
     ProcessCollector(registry=registry)
     build_info.register(registry, engine="none")
     metrics = RouterMetrics(registry, config.served_name)
-    tokenizer = Tokenizer(
-        config.model, config.chat_template, reads_controls=config.control_tokens == "special"
-    )
-    _log_ends(tokenizer.end_of_sequence)
-    defaults = _sampling_defaults(config, tokenizer)
-    parsers = _parsers(config, tokenizer)
+    checkpoint = read_checkpoint(config)
     api_keys = None
     if config.api_key_file is not None:
         api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
@@ -127,51 +121,20 @@ async def open_router(
         schema = keep_schema(etcd, keys, Schema(config.index_block, SCHEME), lambda: mirror.listings)
         for work in (mirror.run(), pins.run(), schema, keep_from_garbage_collector(mirror)):
             await stack.enter_async_context(_background(work, failed))
-        cluster = Cluster(
-            _cluster_settings(config),
-            mirror,
-            pins,
-            Balance(time.monotonic, chunk_tokens=config.chunk_size),
-            tls,
-            coalesce_s=config.coalesce_ms / 1e3,
-        )
-        await cluster.start()
-        stack.push_async_callback(cluster.close)
-        checks = SuspectChecks(mirror, tls, cluster.dead)
-        await stack.enter_async_context(_background(checks.run(), failed))
         tenants = None
         if config.tenants is not None:
             tenants = Tenants(config.tenants, lambda: mirror.place_among_routers()[1])
             registry.register(prometheus.OnLoop(TenantCollector(tenants.accounts)))
-        generator = Generator(
-            config.served_name,
-            tokenizer,
-            cluster,
-            metrics,
-            max_attempts=config.max_attempts,
-            max_wait_s=config.max_wait_s,
-            request_timeout_s=config.request_timeout_s,
-            max_priority=config.max_priority,
-            keep_thinking=config.keep_thinking == "always",
-            grammars=Grammars(Path(config.model), tokenizer.vocab_size),
-            parsers=parsers,
-            keeps_strict=config.strict_tools == "keep",
-            tenants=tenants,
-        )
-        watch = Watch(
-            config.served_name,
-            generator,
-            partial(ranks_of, cluster),
-            WatchMetrics(registry),
-            config.max_watchers,
-        )
-        service = GenerationService(generator, cluster, watch, defaults)
-        metrics.running.set_function(lambda: generator.num_running)
-        metrics.remembered_answers.set_function(lambda: generator.remembered_answer_bytes)
-        registry.register(prometheus.OnLoop(RankCollector(cluster, mirror)))
-        largest = config.max_message_bytes or most_message_bytes(
-            tokenizer.context_tokens, tokenizer.vocab_size
-        )
+        models = Models()
+        around = Surroundings(mirror, pins, tls, tenants, models.served_names, models.ended)
+        models.open(await stack.enter_async_context(open_model(config, checkpoint, around, metrics)))
+        checks = SuspectChecks(mirror, tls, models.dead)
+        await stack.enter_async_context(_background(checks.run(), failed))
+        further = _further_models(config, models, around, registry, failed)
+        message_bytes = await stack.enter_async_context(further)
+        watch = Watch(models, models.list_ranks, WatchMetrics(registry), config.max_watchers)
+        service = GenerationService(models, watch)
+        largest = config.max_message_bytes or max(checkpoint.most_message_bytes, message_bytes)
         in_flight = BytesInFlight(
             config.max_bytes_in_flight, largest, metrics.message_refused, callers.tenant_by_key
         )
@@ -187,13 +150,12 @@ async def open_router(
             "worker": name,
             "model": config.served_name,
         }
-        shown = prometheus.MetricsPage(registry, labels)
+        their_metrics = partial(_further_metrics, models, labels)
+        shown = prometheus.MetricsPage(registry, labels, their_metrics)
         http_metrics = HttpMetrics(registry)
         front = http_app(
-            generator,
+            models,
             watch,
-            defaults=defaults,
-            model_path=config.model,
             page=_page(config),
             keys=api_keys,
             allowed_origins=config.allowed_origins,
@@ -207,38 +169,52 @@ async def open_router(
         stack.callback(watch.close)  # It closes before HTTP, which waits for its calls.
         registry.register(CertificateCollector(config.certificates()))
         metrics_port, stop_metrics = prometheus.serve_metrics(
-            config.host, config.metrics_port, registry, labels
+            config.host, config.metrics_port, registry, labels, their_metrics
         )
         stack.push_async_callback(asyncio.to_thread, stop_metrics)
         waits()
         await _wait_for_index(mirror, failed, stopping)
         await server.set_serving(not stopping.is_set())
-        yield OpenRouter(name, server, http, metrics_port, generator, watch, cluster, mirror, failed)
+        yield OpenRouter(name, server, http, metrics_port, models, watch, mirror, failed)
 
 
-def _log_ends(end: EndOfSequence) -> None:
-    stated = ",".join(map(str, end.stated))
-    log_lines.event(log, "end_of_sequence", source=end.source, stated=stated, tokenizer=end.tokenizer)
+@contextlib.asynccontextmanager
+async def _further_models(
+    config: RouterConfig,
+    models: Models,
+    around: Surroundings,
+    registry: CollectorRegistry,
+    failed: asyncio.Event,
+) -> AsyncIterator[int]:
+    """Serve the models of --models, too. Yield the bytes that a message to those listed now can need."""
+    if config.models is None:
+        yield 0
+        return
+    registry.register(prometheus.OnLoop(ModelsCollector(models)))
+    most_bytes = 0
+
+    @contextlib.asynccontextmanager
+    async def opened(config: RouterConfig) -> AsyncIterator[Model]:
+        nonlocal most_bytes
+        config = await asyncio.to_thread(resolved, config, weights=False)
+        checkpoint = await asyncio.to_thread(read_checkpoint, config)
+        most_bytes = max(most_bytes, checkpoint.most_message_bytes)
+        metrics = RouterMetrics(CollectorRegistry(), config.served_name)
+        around.mirror.join_fleet(config.served_name)
+        try:
+            async with open_model(config, checkpoint, around, metrics) as model:
+                yield model
+        finally:
+            around.mirror.leave_fleet(config.served_name)
+
+    file = ModelsFile(config.models, config, models, opened, around.mirror.ranks.values)
+    async with file.serving(), _background(file.run(), failed):
+        yield most_bytes
 
 
-def _parsers(config: RouterConfig, tokenizer: Tokenizer) -> ParserChoice:
-    parsers = choose(
-        config.tool_parser,
-        config.reasoning_parser,
-        tokenizer.chat_template,
-        tokenizer.response_template,
-        tokenizer.shown_call(PROBE.name, PROBE.arguments, PROBE_SCHEMA),
-    )
-    log_lines.event(log, "parsers", tools=parsers.tools, reasoning=parsers.reasoning)
-    return parsers
-
-
-def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDefaults:
-    if config.sampling_defaults == "openai":
-        return OPENAI
-    defaults = defaults_of(tokenizer.generation_config)
-    log_lines.event(log, "sampling_defaults", **asdict(defaults))
-    return defaults
+def _further_metrics(models: Models, labels: Mapping[str, str]) -> list[prometheus.Part]:
+    """Return the metrics of the models beside --model: each has all of a router's for itself."""
+    return [(model.registry, {**labels, "model": model.name}) for model in models.others.values()]
 
 
 async def _serve_grpc(
@@ -258,19 +234,6 @@ async def _serve_grpc(
         interceptors=[] if api_keys is None else [GrpcDoor(api_keys)],
         busy={GENERATE: generate_handler(service)},
         bounds=servers.ClientBounds(largest, in_flight, num_connections, config.grpc_idle_s),
-    )
-
-
-def _cluster_settings(config: RouterConfig) -> ClusterSettings:
-    return ClusterSettings(
-        model_name=config.served_name,
-        plans=config.plan_set,
-        placer=PlacerSettings(
-            config.index_block,
-            config.chunk_size,
-            PriceWeights(itl_weight=config.itl_weight),
-            pulls=config.pull == "on",
-        ),
     )
 
 

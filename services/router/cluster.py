@@ -174,6 +174,9 @@ class Cluster:
         self._refresh()
         return self._ranks[role]
 
+    def has(self, incarnation: RankId) -> bool:
+        return any(view.registration.id == incarnation for role in _ROLES for view in self.ranks(role))
+
     def missed(self) -> list[tuple[Role, RankKey]]:
         """Return the ranks that went within the last half hour without draining."""
         self._refresh()
@@ -349,7 +352,7 @@ class Cluster:
         max_wait_s: float = math.inf,
     ) -> Asked:
         self._refresh()
-        self._placer.set_share(Share(*self._mirror.place_among_routers()))
+        self._placer.set_share(Share(*self._mirror.place_among_routers(self._settings.model_name)))
         return Asked(
             prompt.hashes,
             len(prompt.ids),

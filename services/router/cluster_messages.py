@@ -6,6 +6,7 @@ prices.
 
 import math
 
+from services.index.read.mirror import RankView
 from services.router.cluster import Cluster, RankStatus
 from services.router.placement.candidates import Candidate, DecodeCandidate
 from services.router.placement.decision import Decision, Nowhere
@@ -45,6 +46,19 @@ def _rank_status(status: RankStatus) -> generation_pb2.RankStatus:
         staleness_s=status.staleness_s,
         resumable_blocks=status.num_resumable,
         resume_trust=None if status.num_resumable is None else status.resume_trust,
+    )
+
+
+def unserved_rank(view: RankView) -> generation_pb2.RankStatus:
+    """Return the status of a rank whose model the router does not serve, so that it knows no more of it."""
+    registration = view.registration
+    return generation_pb2.RankStatus(
+        rank=convert.rank_id_to_proto(registration.id),
+        role=convert.role_to_proto(registration.role),
+        state=view.condition,
+        endpoint=registration.address.endpoint,
+        model=registration.model,
+        excluded=f"model {registration.model!r} is not served: not in --models, or it cannot be opened",
     )
 
 

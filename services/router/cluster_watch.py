@@ -27,7 +27,7 @@ from services.router import callers
 from services.router.api_keys import WRONG_KEY
 from services.router.callers import Caller
 from services.router.cluster_messages import few_candidates
-from services.router.request.generation import Generator
+from services.router.models import Models
 from services.router.request.progress import Progress
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity, Unauthenticated, Unavailable
 from services.values.request import MAX_ID_CHARS, FinishReason, is_id
@@ -94,7 +94,7 @@ _MOST_CANDIDATES = 16
 _CLIENTS_ALONE = ("matched_stop", "answer_id")
 
 
-def running_request(progress: Progress, model: str, now: float) -> generation_pb2.RunningRequest:
+def running_request(progress: Progress, now: float) -> generation_pb2.RunningRequest:
     """Return the message. `now` is on the clock of `began_s`."""
     placed = progress.placed
     chosen = placed.decision.chosen if placed is not None else None
@@ -103,7 +103,7 @@ def running_request(progress: Progress, model: str, now: float) -> generation_pb
         request_id=progress.request.request_id,
         conversation_id=progress.request.conversation_id,
         tenant=progress.request.tenant,
-        model=model,
+        model=progress.request.model,
         age_s=now - progress.began_s,
         prompt_tokens=progress.prompt_tokens,
         completion_tokens=progress.completion_tokens,
@@ -116,7 +116,6 @@ def running_request(progress: Progress, model: str, now: float) -> generation_pb
 def finished_request(
     progress: Progress,
     outcome: str,
-    model: str,
     *,
     duration_s: float,
     ended_at_s: float,
@@ -127,7 +126,7 @@ def finished_request(
         request_id=progress.request.request_id,
         conversation_id=progress.request.conversation_id,
         tenant=progress.request.tenant,
-        model=model,
+        model=progress.request.model,
         outcome=_outcome(progress, outcome),
         ended_at_s=ended_at_s,
         duration_s=duration_s,
@@ -257,16 +256,14 @@ class Watch:
 
     def __init__(
         self,
-        model_name: str,
-        generator: Generator,
+        models: Models,
         ranks: Callable[[], generation_pb2.ListRanksResponse],
         metrics: WatchMetrics,
         max_watchers: int,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._model_name = model_name
-        self._generator = generator
+        self._models = models
         self._list_ranks = ranks
         self._metrics = metrics
         self._max_watchers = max_watchers
@@ -329,7 +326,7 @@ class Watch:
     def _follow_watchers(self) -> None:
         self._metrics.watchers.set(len(self._watchers))
         if self._watchers and self._stop_listening is None:
-            self._stop_listening = self._generator.listen(self._ended)
+            self._stop_listening = self._models.listen(self._ended)
         if not self._watchers and self._stop_listening is not None:
             self._stop_listening()
             self._stop_listening = self._snapshot = None
@@ -341,7 +338,6 @@ class Watch:
         finished = finished_request(
             progress,
             outcome,
-            self._model_name,
             duration_s=self._clock() - progress.began_s,
             ended_at_s=self._now(),
             with_candidates=any(watcher.options.wants_candidates for watcher in watchers),
@@ -373,11 +369,11 @@ class Watch:
         changes = Changes.between(watcher.ranks, snapshot.ranks)
         watcher.ranks = snapshot.ranks
         now, sees = self._clock(), watcher.options.sees
-        seen = [progress for progress in self._generator.running if sees(progress.request.tenant)]
+        seen = [progress for progress in self._models.running if sees(progress.request.tenant)]
         return generation_pb2.WatchClusterResponse(
             ranks=changes.changed,
             gone=[status.rank for status in changes.gone],
-            running=[running_request(each, self._model_name, now) for each in islice(seen, _MOST_RUNNING)],
+            running=[running_request(each, now) for each in islice(seen, _MOST_RUNNING)],
             num_running=len(seen),
             finished=watcher.finished.take(),
             dropped=watcher.finished.dropped,

@@ -1,4 +1,4 @@
-"""This is the gRPC front end: the Generation service in front of the Generator."""
+"""This is the gRPC front end: the Generation service in front of the Generators of the models."""
 
 import asyncio
 from contextlib import aclosing
@@ -8,14 +8,15 @@ import grpc
 from services.net import servers
 from services.observe import traces
 from services.router import callers
-from services.router.cluster import Cluster
-from services.router.cluster_messages import all_candidates, ranks_of
+from services.router.cluster_messages import all_candidates
 from services.router.cluster_watch import Watch
-from services.router.dialects.sampling import OPENAI, SamplingDefaults, fill_in
-from services.router.request.generation import Explanation, Generator
+from services.router.dialects.dialect import MODEL
+from services.router.models import Models
+from services.router.request.generation import Explanation
 from services.values.errors import Forbidden, InvalidRequest
 from services.wire.generation_messages import PackedIds, ReadRequest, read_request
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 GENERATE = f"/{SERVICE_NAME}/Generate"
@@ -36,15 +37,11 @@ def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     def __init__(
         self,
-        generator: Generator,
-        cluster: Cluster,
+        models: Models,
         watch: Watch,
-        defaults: SamplingDefaults = OPENAI,
     ) -> None:
-        self._generator = generator
-        self._cluster = cluster
+        self._models = models
         self._watch = watch
-        self._defaults = defaults
 
     async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
         """Write responses that are already serialized (`add_to_server`)."""
@@ -53,15 +50,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         try:
             request = callers.own(read.request)
         except Forbidden as error:
-            self._generator.rejected(error)
+            self._models.rejected(error)
             raise
-        fill_in(request.sampling, self._defaults)
+        is_alias = self._models.is_alias(request.model)
+        model = self._models.take(request)
+        if is_alias:
+            await context.send_initial_metadata(((MODEL, model.name),))
         prompts: list[PackedIds] = []
-        generated = self._generator.generate(
+        generated = model.generator.generate(
             request, timeout_s, traceparent, ids=read.ids, report_prompt=prompts.append
         )
         # A client may have stopped reading.
-        async with asyncio.timeout(self._generator.time_limit_s(timeout_s)):
+        async with asyncio.timeout(model.generator.time_limit_s(timeout_s)):
             async with aclosing(generated) as responses:
                 async for response in responses:
                     prompt = prompts.pop().field(_PROMPT_TOKEN_IDS) if prompts else b""
@@ -74,34 +74,38 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             raise InvalidRequest("request_id must be set")
         caller = callers.current()
         tenant = caller.tenant_of(request.tenant) if request.tenant else caller.tenant
-        found = self._generator.abort(request.request_id, tenant)
+        found = self._models.abort(request.request_id, tenant)
         return generation_pb2.AbortResponse(found=found)
 
     async def Explain(
         self, request: generation_pb2.ExplainRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ExplainResponse:
-        return _explanation(await self._generator.explain(callers.own(request.request)))
+        asked = callers.own(request.request)
+        return _explanation(await self._models.take(asked).generator.explain(asked))
 
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeResponse:
-        return await self._generator.tokenize(callers.own(request.request))
+        asked = callers.own(request.request)
+        return await self._models.take(asked).generator.tokenize(asked)
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeResponse:
-        text = await self._generator.detokenize(request.model, request.token_ids)
+        named = GenerateRequest(model=request.model)
+        generator = self._models.take(named).generator
+        text = await generator.detokenize(named.model, request.token_ids)
         return generation_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
-        return self._generator.list_models()
+        return self._models.list_models()
 
     async def ListRanks(
         self, request: generation_pb2.ListRanksRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListRanksResponse:
-        return ranks_of(self._cluster)
+        return self._models.list_ranks()
 
     async def WatchCluster(
         self, request: generation_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

@@ -235,6 +235,11 @@ class RouterConfig(ClusterConfig):
         "changes",
     )
 
+    models: Path | None = setting(
+        None,
+        "JSON file of further models to serve, and of aliases with weights; read again when it changes",
+    )
+
     def __post_init__(self) -> None:
         ClusterConfig.__post_init__(self)
         check_port("--port", self.port)

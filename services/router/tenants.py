@@ -58,7 +58,7 @@ class Tenant:
 def read_tenants(text: str) -> Mapping[str, Tenant]:
     """Return the tenants by name, always with OTHERS. Raises ConfigError, which names the member."""
     try:
-        read = json.loads(text, object_pairs_hook=_without_repetitions)
+        read = json.loads(text, object_pairs_hook=without_repetitions)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"must be JSON: {error}") from error
     if not isinstance(read, dict):
@@ -66,7 +66,8 @@ def read_tenants(text: str) -> Mapping[str, Tenant]:
     return {OTHERS: Tenant(OTHERS)} | {name: _tenant(name, about) for name, about in read.items()}
 
 
-def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON's members. Raises ConfigError where a name is there twice."""
     names = Counter(name for name, _ in pairs)
     if repeated := [name for name, number in names.items() if number > 1]:
         raise ConfigError(f"{repeated[0]!r} is there twice")

@@ -19,9 +19,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -171,6 +171,12 @@ def load(cls: type[T], argv: Sequence[str] | None = None, prog: str | None = Non
         return cls(**{flag.name: flag.read(given[flag.name]) for flag in flags if flag.name in given})
     except ConfigError as error:
         parser.error(str(error))
+
+
+def changed(config: T, texts: Mapping[str, str]) -> T:
+    """Return the config with these settings, by field, each read as its flag's text. Raises ConfigError."""
+    flags = {flag.name: flag for flag in _flags_of(type(config))}
+    return replace(config, **{name: flags[name].read([text]) for name, text in texts.items()})  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, slots=True)

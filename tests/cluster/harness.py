@@ -100,9 +100,13 @@ class FakeCluster:
         await self._stack.aclose()
         await asyncio.gather(*(self.stop_rank(name) for name in list(self._stacks)))
 
-    async def start_rank(self, role, worker, index, port=0):
+    def with_models(self, path):
+        """The router's settings, with a file of further models."""
+        return replace(self.router_config, models=path)
+
+    async def start_rank(self, role, worker, index, port=0, **settings):
         kv_pages = self.pools.get(worker, self.base.kv_pages)
-        config = replace(self.base, worker=worker, rank_index=index, port=port, kv_pages=kv_pages)
+        config = replace(self.base, worker=worker, rank_index=index, port=port, kv_pages=kv_pages, **settings)
         own_id = own_rank_id(config)
         (own_role,) = (decode_roles if role == "decode" else prefill_roles)(config, [own_id])
         stack = AsyncExitStack()

@@ -2,9 +2,10 @@ import logging
 import shutil
 from pathlib import Path
 
-from services.router.app import _log_ends, _page, _sampling_defaults
+from services.router.app import _page
 from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.router_config import RouterConfig
+from services.router.served_model import _log_ends, _sampling_defaults
 from services.router.text.answer_ends import EndOfSequence
 from services.router.text.tokenizer import Tokenizer
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from router.http.backend import models_of
 from services.net import channels, servers
 from services.router.dialects.sampling import SamplingDefaults
 from services.router.generation_service import GenerationService, add_to_server
@@ -52,7 +53,7 @@ async def serving(service):
 
 @pytest.fixture
 async def stub(talker):
-    async with serving(GenerationService(talker, SimpleNamespace(), None)) as stub:
+    async with serving(GenerationService(models_of(talker), None)) as stub:
         yield stub
 
 
@@ -93,7 +94,7 @@ async def send_ids(num_ids, apart):
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=prompt), conversation_id="c"
     )
-    async with serving(GenerationService(reader, SimpleNamespace(), None)) as stub:
+    async with serving(GenerationService(models_of(reader), None)) as stub:
         responses = [response async for response in stub.Generate(request, timeout=DEADLINE_S)]
     assert [response.text for response in responses] == ["a", "b"]
     assert [list(response.prompt_token_ids) for response in responses] == [prompt, []]
@@ -103,7 +104,7 @@ async def send_ids(num_ids, apart):
 
 async def test_what_is_unset_is_the_models_own():
     reader, defaults = Reader(), SamplingDefaults(temperature=0.5, top_k=7)
-    service = GenerationService(reader, SimpleNamespace(), None, defaults)
+    service = GenerationService(models_of(reader, defaults), None)
     request = generation_pb2.GenerateRequest(text="Hi", sampling={"temperature": 0, "min_p": 0.25})
     async with serving(service) as stub:
         assert [response.text async for response in stub.Generate(request, timeout=DEADLINE_S)] == ["a", "b"]
@@ -127,7 +128,7 @@ async def test_who_watches_and_does_not_read_is_left_in_time(monkeypatch):
             closed.set()
 
     watch = SimpleNamespace(follow=follow)
-    service = GenerationService(SimpleNamespace(), SimpleNamespace(), watch)
+    service = GenerationService(models_of(SimpleNamespace()), watch)
     async with serving(service) as stub:
         call = stub.WatchCluster(generation_pb2.WatchClusterRequest())
         await call.read()

@@ -19,6 +19,7 @@ import asyncio
 import gc
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from services.values.rank_reports import Registration
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAME = 160  # This much of a router's name is in those of its further probes.
 _GONE_S = 5.0  # The probe of a router that has stopped remains until its lease lapses.
 
 
@@ -62,15 +64,17 @@ class Probe:
         self.trouble: IsthmusError | None = None
         self._etcd = etcd
         self._router = router
+        self._keys = keys
         self._fleet = fleet
-        self._key = keys.probe(router)
+        self._names = {fleet: router}  # This router has a probe for each fleet, by which that counts it.
+        self._joined = Counter({fleet: 1})
         self._interval_s = interval_s
         self._lease = BucketLease(etcd, life_s=60.0, bucket_s=60.0)
         self._number = 0
         # This is when the probe was put that the watch has not delivered yet.
         self._put_at: float | None = None
         self._last_delay_s = 0.0
-        self._seen_s: dict[str, float] = {}
+        self._seen: dict[str, tuple[str, float]] = {}  # Each probe has a fleet, and when it came last.
 
     @property
     def delay_s(self) -> float:
@@ -80,23 +84,41 @@ class Probe:
         under_way_s = 0.0 if self._put_at is None else self._etcd.clock() - self._put_at
         return max(self._last_delay_s, under_way_s)
 
-    def place_among_routers(self) -> tuple[int, int]:
+    def join(self, fleet: str) -> None:
+        """Count among the routers of this fleet, too."""
+        self._joined[fleet] += 1
+        self._names.setdefault(fleet, f"{self._router[:_MOST_NAME]}@{pin_name(fleet)}")
+
+    def leave(self, fleet: str) -> None:
+        """Undo one `join`."""
+        self._joined[fleet] -= 1
+        if not self._joined[fleet]:
+            del self._joined[fleet], self._names[fleet]
+
+    def place_among_routers(self, fleet: str | None = None) -> tuple[int, int]:
         """Return our place, from 0, among the fleet's routers sorted by name, and the number of routers.
 
         A router counts if its last probe came about as late as ours; thus all stay while etcd is away.
         """
-        since_s = self._seen_s.get(self._router, 0.0) - _GONE_S
-        others = [name for name, seen_s in self._seen_s.items() if seen_s > since_s and name != self._router]
-        return sum(name < self._router for name in others), len(others) + 1
+        fleet = self._fleet if fleet is None else fleet
+        own = self._names[fleet]
+        since_s = self._seen.get(self._router, ("", 0.0))[1] - _GONE_S
+        others = [
+            name
+            for name, (its, seen_s) in self._seen.items()
+            if its == fleet and seen_s > since_s and name != own
+        ]
+        return sum(name < own for name in others), len(others) + 1
 
     def seen(self, router: str, value: bytes | None) -> None:
         """Note that the watch has delivered a probe; None means that it was deleted."""
-        if value is None or value.partition(b" ")[2] != self._fleet.encode():
-            self._seen_s.pop(router, None)
+        if value is None:
+            self._seen.pop(router, None)
             return
-        self._seen_s[router] = self._etcd.clock()
+        fleet = value.partition(b" ")[2].decode(errors="replace")
+        self._seen[router] = fleet, self._etcd.clock()
         # An older probe of ours does not measure the present delay.
-        if router == self._router and self._put_at is not None and value == self._value():
+        if router == self._router and self._put_at is not None and value == self._value(self._fleet):
             self._last_delay_s = self._etcd.clock() - self._put_at
             self._put_at = None
 
@@ -118,13 +140,14 @@ class Probe:
             self._number += 1
             self._put_at = self._etcd.clock()
         try:
-            await self._etcd.put(self._key, self._value(), await self._lease.id())
+            for fleet, name in tuple(self._names.items()):
+                await self._etcd.put(self._keys.probe(name), self._value(fleet), await self._lease.id())
         except LeaseNotFound:
             self._lease.forget()
             raise
 
-    def _value(self) -> bytes:
-        return f"{self._number} {self._fleet}".encode()
+    def _value(self, fleet: str) -> bytes:
+        return f"{self._number} {fleet}".encode()
 
 
 Subscriber = Callable[[RankKey], None]
@@ -249,8 +272,16 @@ class Mirror:
         missing_s = self.unregistered_s(view) if progress.current else now - max(reported_at, view.since_s)
         return max(age_s, missing_s) + self._probe.delay_s
 
-    def place_among_routers(self) -> tuple[int, int]:
-        return self._probe.place_among_routers()
+    def join_fleet(self, fleet: str) -> None:
+        """Let the routers of this fleet count this one, too, until `leave_fleet`."""
+        self._probe.join(fleet)
+
+    def leave_fleet(self, fleet: str) -> None:
+        self._probe.leave(fleet)
+
+    def place_among_routers(self, fleet: str | None = None) -> tuple[int, int]:
+        """Return this router's place among those of a fleet that it has joined, and their number."""
+        return self._probe.place_among_routers(fleet)
 
     def progress(self, rank: RankKey) -> RankProgress:
         return self.blocks.progress(rank)

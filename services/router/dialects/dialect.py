@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from services.observe import traces
 from services.router.dialects.json_body import INT32_MAX, Body, InvalidParameter, check_integer
 from services.values.request import MAX_ID_CHARS, is_id
-from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from services.wire.isthmus.v1.generation_pb2 import ChatMessage, GenerateRequest, GenerateResponse
 
 Json = dict[str, Any]
 
@@ -51,6 +51,7 @@ class Answer(Protocol):
 REQUEST_ID = "x-request-id"
 TENANT = "x-isthmus-tenant"
 PRIORITY = "x-isthmus-priority"
+MODEL = "x-isthmus-model"  # The answer to a call that named an alias has the model in this header.
 # Agents send the session of a request in these headers, which are tried in this order; docs/clients.md says
 # which agent sends which.
 SESSION_HEADERS = (
@@ -152,6 +153,14 @@ class Envelope:
     created: int  # This is in seconds since the epoch.
 
 
+class Words(Protocol):
+    """The texts of tokens are those of the model that answers."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[CallT]):
     name: str  # This is the name in metrics.
@@ -159,4 +168,6 @@ class Dialect(Generic[CallT]):
     # InvalidParameter.
     read: Callable[[Mapping[str, object], Mapping[str, str]], CallT]
     # This returns the formatter of the answer to a call, and raises IsthmusError.
-    answer: Callable[[CallT, Envelope], Answer]
+    answer: Callable[[CallT, Envelope, Words], Answer]
+    # This returns the turns before those of the call's request, which the router has stored.
+    past: Callable[[CallT], Sequence[ChatMessage]] = lambda call: ()

@@ -32,7 +32,7 @@ from services.router.dialects.json_body import (
     check_text,
     json_text,
 )
-from services.router.dialects.sampling import SamplingDefaults, read_sampling, read_stop
+from services.router.dialects.sampling import read_sampling, read_stop
 from services.values.request import is_id
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall, ToolChoice
@@ -76,14 +76,12 @@ class MessagesCall(Call):
     omits_thinking: bool  # The answer has a part for thinking, but without its text.
 
 
-def read_messages_call(
-    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> MessagesCall:
+def read_messages_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> MessagesCall:
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     if body.get("max_tokens") is None:
         raise body.wrong("max_tokens", "must be set")
-    return _read_call(body, headers, _read_sampling(body, defaults))
+    return _read_call(body, headers, _read_sampling(body))
 
 
 def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateRequest:
@@ -92,8 +90,8 @@ def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str])
     return _read_call(Body(fields), headers, SamplingParams()).request
 
 
-def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
-    sampling = read_sampling(body, body.integer("max_tokens", 1, INT32_MAX), None, defaults)
+def _read_sampling(body: Body) -> SamplingParams:
+    sampling = read_sampling(body, body.integer("max_tokens", 1, INT32_MAX), None)
     sampling.stop.extend(read_stop(body.get("stop_sequences"), "stop_sequences"))
     return sampling
 

@@ -25,7 +25,7 @@ from services.router.dialects.json_body import (
     check_list,
     check_text,
 )
-from services.router.dialects.sampling import SamplingDefaults, read_sampling
+from services.router.dialects.sampling import read_sampling
 from services.wire.isthmus.v1.generation_pb2 import (
     Chat,
     ChatMessage,
@@ -167,15 +167,13 @@ def _json_text(value: object, name: str) -> str:
         raise InvalidParameter(name, "is nested too deeply") from error
 
 
-def read_chat_call(
-    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> OpenAiCall:
+def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
     body = Body(fields)
     body.refuse(refused.IN_CHATS, refused.INSTEAD)
     max_tokens = body.max_tokens("max_completion_tokens")
     if max_tokens is None:
         max_tokens = body.max_tokens("max_tokens")
-    sampling = read_sampling(body, max_tokens, _read_chat_logprobs(body), defaults)
+    sampling = read_sampling(body, max_tokens, _read_chat_logprobs(body))
     chat = Chat(
         messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
     )
@@ -296,9 +294,7 @@ def _is_requested_by_messages(body: Body) -> bool:
 _DEFAULT_MAX_TOKENS = 16  # This is OpenAI's own; chats run until they end.
 
 
-def read_completion_call(
-    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> OpenAiCall:
+def read_completion_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
     body = Body(fields)
     body.refuse(refused.IN_COMPLETIONS, refused.INSTEAD)
     max_tokens = body.max_tokens("max_tokens")
@@ -307,7 +303,7 @@ def read_completion_call(
     echoes = body.flag("echo")
     only_prompt = echoes and max_tokens == 0
     max_tokens = 1 if only_prompt else max_tokens
-    sampling = read_sampling(body, max_tokens, body.integer("logprobs", 0, UINT32_MAX), defaults)
+    sampling = read_sampling(body, max_tokens, body.integer("logprobs", 0, UINT32_MAX))
     request = GenerateRequest(sampling=sampling)
     if body.get("add_special_tokens") is not None:
         request.add_special_tokens = body.flag("add_special_tokens")

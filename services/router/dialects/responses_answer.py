@@ -25,6 +25,7 @@ from services.router.dialects.usage_json import isthmus_json
 from services.router.tenant_lru import TenantLru
 from services.values.errors import Aborted, NotFound
 from services.wire.isthmus.v1 import common_pb2
+from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import (
     ChatMessage,
     Finish,
@@ -265,6 +266,7 @@ class ResponseAnswer:
             "model": self._envelope.model,
             "output": self._output(self._closed, status),
             **self._call.echo,
+            **_sampling_echo(self.request.sampling),
             "usage": usage,
         }
 
@@ -285,6 +287,14 @@ class ResponseAnswer:
             self.request.conversation_id,
         )
         self._store.put(self.request.tenant, self._id, stored)
+
+
+def _sampling_echo(sampling: SamplingParams) -> Json:
+    """Return the two parameters, by the model where the request sets none. They are float32."""
+    return {
+        name: round(getattr(sampling, name), 6) if sampling.HasField(name) else 1.0
+        for name in ("temperature", "top_p")
+    }
 
 
 def _status_of(finish: Finish) -> str:

@@ -23,9 +23,9 @@ from services.router.dialects.body_params import (
 )
 from services.router.dialects.dialect import Call, Json, read_addressee, traceparent_of
 from services.router.dialects.json_body import INT32_MAX, Body, Refused, check_text, json_text
-from services.router.dialects.sampling import SamplingDefaults, read_sampling
+from services.router.dialects.sampling import read_sampling
 from services.values.request import is_id
-from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
+from services.wire.isthmus.v1.common_pb2 import Constraint
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall, ToolChoice
 
 _READ_HERE = (
@@ -85,14 +85,12 @@ class ResponsesCall(Call):
     echo: Json  # The response object repeats these members of the request.
 
 
-def read_responses_call(
-    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> ResponsesCall:
+def read_responses_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> ResponsesCall:
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     _check_include(body)
     max_tokens = body.integer("max_output_tokens", 1, INT32_MAX)
-    sampling = read_sampling(body, max_tokens, None, defaults)
+    sampling = read_sampling(body, max_tokens, None)
     if (named := read_constraint(body, _read_format(body.inner("text")))) is not None:
         sampling.constraint.CopyFrom(named.constraint)
     chat = Chat(messages=read_input(body), chat_template_kwargs=_read_effort(body))
@@ -109,7 +107,7 @@ def read_responses_call(
         previous_id=body.text("previous_response_id"),
         is_stored=body.get("store") is None or body.flag("store"),
         names_conversation=bool(request.conversation_id),
-        echo=_echo(body, sampling),
+        echo=_echo(body),
     )
 
 
@@ -171,12 +169,10 @@ def _read_choice(body: Body, chat: Chat) -> None:
     chat.tool_choice.name = check_chosen(choice.required_text("name"), chat.tools, choice.name_of("name"))
 
 
-def _echo(body: Body, sampling: SamplingParams) -> Json:
+def _echo(body: Body) -> Json:
     reasoning = body.inner("reasoning")
     echo: Json = {
         **{name: body.get(name) for name in _ECHOED},
-        "temperature": round(sampling.temperature, 6),  # This is a float32.
-        "top_p": round(sampling.top_p, 6) if sampling.HasField("top_p") else 1.0,
         "metadata": _read_metadata(body),
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},

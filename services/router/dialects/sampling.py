@@ -3,7 +3,7 @@ their ranges."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from services.router.dialects.json_body import INT32_MAX, UINT32_MAX, Body, InvalidParameter, check_text
 from services.values.errors import ConfigError, InvalidRequest
@@ -47,6 +47,7 @@ def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def fill_in(sampling: common_pb2.SamplingParams, defaults: SamplingDefaults) -> None:
+    """Set what the client has left open, and the model states."""
     for field in fields(SamplingDefaults):
         value = getattr(defaults, field.name)
         if value is not None and not sampling.HasField(field.name):
@@ -59,20 +60,15 @@ def _unusable(problem: str) -> ConfigError:
     )
 
 
-_Number = TypeVar("_Number", int, float)
-
-
-def read_sampling(
-    body: Body, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults
-) -> common_pb2.SamplingParams:
-    temperature = _either(body.number("temperature"), defaults.temperature)
-    top_k = _either(body.integer("top_k", -1, UINT32_MAX), defaults.top_k)
+def read_sampling(body: Body, max_tokens: int | None, logprobs: int | None) -> common_pb2.SamplingParams:
+    """Return what the body states; `fill_in` adds the model's defaults, once the model is known."""
+    top_k = body.integer("top_k", -1, UINT32_MAX)
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     return common_pb2.SamplingParams(
-        temperature=1.0 if temperature is None else temperature,
-        top_p=_either(body.number("top_p"), defaults.top_p),
+        temperature=body.number("temperature"),
+        top_p=body.number("top_p"),
         top_k=0 if top_k == -1 else top_k,  # Other servers write -1 for "all".
-        min_p=_either(body.number("min_p"), defaults.min_p),
+        min_p=body.number("min_p"),
         seed=None if seed is None else seed % 2**64,
         max_tokens=max_tokens,
         min_tokens=body.integer("min_tokens", -INT32_MAX, INT32_MAX),
@@ -81,7 +77,7 @@ def read_sampling(
         ignore_eos=body.flag("ignore_eos"),
         frequency_penalty=body.number("frequency_penalty"),
         presence_penalty=body.number("presence_penalty"),
-        repetition_penalty=_either(body.number("repetition_penalty"), defaults.repetition_penalty),
+        repetition_penalty=body.number("repetition_penalty"),
         logprobs=logprobs,
         logit_bias=_read_logit_bias(body),
         bad_words=_read_bad_words(body),
@@ -113,10 +109,6 @@ def _read_bad_words(body: Body) -> list[str]:
     if len(words or ()) > MAX_BAD_WORDS:
         raise body.wrong(name, f"must be at most {MAX_BAD_WORDS} strings")
     return [check_text(word, f"{body.name_of(name)}[{index}]") for index, word in enumerate(words or ())]
-
-
-def _either(given: _Number | None, default: _Number | None) -> _Number | None:
-    return default if given is None else given
 
 
 def read_stop(value: object, name: str = "stop") -> list[str]:

@@ -25,7 +25,7 @@ from services.router.dialects.json_body import (
     check_ids,
     check_text,
 )
-from services.router.dialects.sampling import SamplingDefaults, read_sampling
+from services.router.dialects.sampling import read_sampling
 from services.router.dialects.usage_json import isthmus_json
 from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2
@@ -152,9 +152,7 @@ class GenerateCall(Call):
     logprobs: LogprobOptions | None = None
 
 
-def read_generate_call(
-    fields: Mapping[str, object], headers: Mapping[str, str], defaults: SamplingDefaults
-) -> GenerateCall:
+def read_generate_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateCall:
     body = Body(fields)
     body.refuse(_REFUSED, _INSTEAD)
     param, prompts, is_list = _read_prompts(body)
@@ -163,12 +161,12 @@ def read_generate_call(
     read_addressee(body, headers, request)
     read_n(all_params[0], request)
     logprobs = read_logprobs(body)
-    named = _put_sampling(all_params[0], defaults, logprobs, request)
+    named = _put_sampling(all_params[0], logprobs, request)
     requests = one_for_each(len(prompts), request, param)
     for each, prompt, params in zip(requests, prompts, all_params, strict=True):
         if params is not all_params[0]:
             _check_n(params, request)
-            named = _put_sampling(params, defaults, logprobs, each) or named
+            named = _put_sampling(params, logprobs, each) or named
         prompt(each)
     return GenerateCall(
         request=request,
@@ -198,19 +196,19 @@ def _check_n(params: Body, request: GenerateRequest) -> None:
 
 
 def _put_sampling(
-    params: Body, defaults: SamplingDefaults, logprobs: LogprobOptions | None, request: GenerateRequest
+    params: Body, logprobs: LogprobOptions | None, request: GenerateRequest
 ) -> NamedConstraint | None:
-    request.sampling.CopyFrom(_read_sampling(params, defaults))
+    request.sampling.CopyFrom(_read_sampling(params))
     request_logprobs(logprobs, request.sampling)
     if (named := read_constraint(params)) is not None:
         request.sampling.constraint.CopyFrom(named.constraint)
     return named
 
 
-def _read_sampling(body: Body, defaults: SamplingDefaults) -> SamplingParams:
+def _read_sampling(body: Body) -> SamplingParams:
     body.refuse(_SAMPLING_REFUSED, _SAMPLING_INSTEAD)
     max_tokens = body.integer("max_new_tokens", 1, INT32_MAX)
-    sampling = read_sampling(body, _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, None, defaults)
+    sampling = read_sampling(body, _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens, None)
     if body.get("min_new_tokens") is not None:
         sampling.min_tokens = body.integer("min_new_tokens", 0, INT32_MAX) or 0
     if body.get("sampling_seed") is not None:

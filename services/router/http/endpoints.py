@@ -21,11 +21,9 @@ from services.router.dialects.json_body import Body, InvalidParameter
 from services.router.dialects.messages_call import read_count_request
 from services.router.dialects.openai_call import read_chat_call, read_completion_call
 from services.router.dialects.responses_answer import ResponseStore
-from services.router.dialects.sampling import OPENAI
 from services.router.http.body_reader import BodyReader
 from services.router.http.event_stream import EventStream, sse
-from services.router.http.generating import only_model
-from services.router.request.generation import Generator
+from services.router.models import Models
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import (
     GenerateRequest,
@@ -35,18 +33,18 @@ from services.wire.isthmus.v1.generation_pb2 import (
 )
 
 
-class Models:
-    def __init__(self, generation: Generator, created: int) -> None:
-        self._generation = generation
+class ModelList:
+    def __init__(self, models: Models, created: int) -> None:
+        self._models = models
         self._created = created
 
     async def health(self, request: Request) -> Response:
         """Return 200 where a request would be accepted, even if it had to wait; else 503 with the reason."""
-        self._generation.check_usable()
+        self._models.check_usable()
         return JSONResponse({"status": "ok"})
 
     async def all(self, request: Request) -> Response:
-        models = await self._models(request)
+        models = await self._listed(request)
         if anthropic.sent_by_client(request.headers):
             return JSONResponse(anthropic.models_json(models))
         return JSONResponse({"object": "list", "data": models})
@@ -55,13 +53,13 @@ class Models:
         name = request.path_params["id"]
         if not name:
             return await self.all(request)
-        for model in await self._models(request):
+        for model in await self._listed(request):
             if model["id"] == name:
                 return JSONResponse(model)
         raise NotFound(f"model {name!r} is not served here")
 
-    async def _models(self, request: Request) -> list[Json]:
-        models = self._generation.list_models().models
+    async def _listed(self, request: Request) -> list[Json]:
+        models = self._models.list_models().models
         if anthropic.sent_by_client(request.headers):
             return [anthropic.model_json(model.id, self._created) for model in models]
         return [self._model(model) for model in models]
@@ -93,7 +91,7 @@ def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str])
     body, read = Body(fields), read_completion_call
     if body.get("messages") is not None:
         read = read_chat_call
-    call = read(fields, headers, OPENAI)
+    call = read(fields, headers)
     if call.more:
         raise body.wrong("prompt", "must be one prompt; send a request for each of several")
     return TokenizeCall(call.request, body.flag("return_token_strs"))
@@ -107,28 +105,31 @@ def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str
 
 
 class Tokenizing:
-    def __init__(self, generation: Generator, bodies: BodyReader) -> None:
-        self._generation = generation
+    def __init__(self, models: Models, bodies: BodyReader) -> None:
+        self._models = models
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_tokenize_call)
-        tokenized = await self._generation.tokenize(callers.own(call.request))
+        asked = callers.own(call.request)
+        generator = self._models.take(asked).generator
+        tokenized = await generator.tokenize(asked)
         ids = list(tokenized.token_ids)
         answer = {"count": len(ids), "max_model_len": tokenized.max_context_tokens, "tokens": ids}
         if call.wants_texts:
-            answer["token_strs"] = list(map(self._generation.token_text, ids))
+            answer["token_strs"] = list(map(generator.token_text, ids))
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_detokenize_call)
-        text = await self._generation.detokenize(call.model, call.token_ids)
+        named = GenerateRequest(model=call.model)
+        text = await self._models.take(named).generator.detokenize(named.model, call.token_ids)
         # vLLM uses the first name, and SGLang the second.
         return JSONResponse({"prompt": text, "text": text})
 
     async def count(self, request: Request) -> Response:
-        counted = await self._bodies.read(request, read_count_request)
-        tokenized = await self._generation.tokenize(callers.own(counted))
+        counted = callers.own(await self._bodies.read(request, read_count_request))
+        tokenized = await self._models.take(counted).generator.tokenize(counted)
         return JSONResponse({"input_tokens": len(tokenized.token_ids)})
 
 
@@ -159,31 +160,30 @@ _NO_FLUSH = (
 class About:
     """These endpoints describe the server, in the formats that clients of vLLM and SGLang expect.
 
-    `model_path` is the directory of the model and its tokenizer. Only an operator sees it, and everybody
-    where no keys are required; others see the model's name.
+    They describe --model. Only an operator sees its directory, and everybody where no keys are required;
+    others see its name.
     """
 
-    def __init__(self, generation: Generator, model_path: str) -> None:
-        self._generation = generation
-        self._model_path = model_path
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._version = build_info.versions()["version"]
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version})
 
     async def model_info(self, request: Request) -> Response:
-        path = self._shown_path(only_model(self._generation))
+        path = self._shown_path()
         return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
 
     async def server_info(self, request: Request) -> Response:
         """Return no settings or scheduler states, as SGLang would: `isthmus status` and the metrics
         report ours."""
-        name = only_model(self._generation)
-        names = {"served_model_name": name, "model_path": self._shown_path(name)}
+        names = {"served_model_name": self._models.default.name, "model_path": self._shown_path()}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
 
-    def _shown_path(self, name: str) -> str:
-        return self._model_path if callers.current().is_operator else name
+    def _shown_path(self) -> str:
+        model = self._models.default
+        return model.path if callers.current().is_operator else model.name
 
     async def flush_cache(self, request: Request) -> Response:
         return JSONResponse(error_object(_NO_FLUSH, 501, None, 501), status_code=501)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
@@ -49,11 +49,12 @@ class EventStream(Response):
         time_limit_s: float | None = None,
         failure: Callable[[Exception], Iterable[bytes]] | None = None,
         ping: bytes = COMMENT,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         """`failure` makes the events that end a started stream; without it an error cuts the stream off.
         Without a time limit only the connection's own timer ends a stream that the client does not read."""
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=headers, media_type="text/event-stream")
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**own, **(headers or {})}, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
         self._time_limit_s = time_limit_s

@@ -20,10 +20,11 @@ from starlette.responses import JSONResponse, Response
 
 from services.observe import log_lines
 from services.router import callers
-from services.router.dialects.dialect import Answer, Call, CallT, Dialect, Envelope, Json
+from services.router.dialects.dialect import MODEL, Answer, Call, CallT, Dialect, Envelope, Json
 from services.router.dialects.json_body import InvalidParameter
 from services.router.http.body_reader import BodyReader, read_timeout_s
 from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
+from services.router.models import Models
 from services.router.request.generation import Generator
 from services.router.request.several_answers import HeldLogprobs, merged
 from services.values.errors import Aborted, Forbidden, InvalidRequest, NotFound, ProtocolError
@@ -104,13 +105,13 @@ class Generating(Generic[CallT]):
     def __init__(
         self,
         dialect: Dialect[CallT],
-        generation: Generator,
+        models: Models,
         bodies: BodyReader,
         clock: Callable[[], float],
         count: Callable[[str], None],
     ) -> None:
         self._dialect = dialect
-        self._generation = generation
+        self._models = models
         self._bodies = bodies
         self._clock = clock
         self._count = count
@@ -122,48 +123,49 @@ class Generating(Generic[CallT]):
             call = await self._bodies.read(request, self._dialect.read)
             for each in call.requests:
                 each.tenant = callers.current().tenant_of(each.tenant)
-            answer = self._dialect.answer(call, await self._envelope(call))
+            envelope = self._envelope(call)
+            is_alias = self._models.is_alias(call.request.model)
+            model = self._models.take(*call.requests, past=partial(self._dialect.past, call))
+            answer = self._dialect.answer(call, envelope, model.generator)
         except (InvalidRequest, NotFound, Forbidden) as error:
             (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))
-            self._generation.rejected(kind(str(error)))  # The gRPC service counts it under the same name.
+            self._models.rejected(kind(str(error)))  # The gRPC service counts it under the same name.
             raise
         _log_left_out(call)
-        responses = self._responses(call, answer.request, timeout_s)
+        responses = self._responses(model.generator, call, answer.request, timeout_s)
+        headers = {MODEL: model.name} if is_alias else None
         if call.constraint_param:
             responses = _naming_constraint(responses, call.constraint_param)
         if call.stream:
             return EventStream(
                 events(answer, responses, call.num_answers),
-                time_limit_s=self._generation.time_limit_s(timeout_s),
+                time_limit_s=model.generator.time_limit_s(timeout_s),
                 failure=lambda error: map(sse, answer.failure(error)),
                 ping=sse(answer.ping) if answer.ping is not None else COMMENT,
+                headers=headers,
             )
         answered = whole(answer, responses, call.num_answers, call.answers_each)
-        return JSONResponse(await until_disconnect(request.receive, answered))
+        return JSONResponse(await until_disconnect(request.receive, answered), headers=headers)
 
     def _responses(
-        self, call: CallT, first: GenerateRequest, timeout_s: float | None
+        self, generator: Generator, call: CallT, first: GenerateRequest, timeout_s: float | None
     ) -> AsyncGenerator[GenerateResponse, None]:
-        generate = partial(self._generate, call, timeout_s=timeout_s)
+        generate = partial(_generate, generator, call, timeout_s=timeout_s)
         if not call.more:
             return generate(first)
         return generate_all(generate, (first, *call.more), call.answers_each)
 
-    def _generate(
-        self, call: CallT, request: GenerateRequest, timeout_s: float | None
-    ) -> AsyncGenerator[GenerateResponse, None]:
-        generate = partial(self._generation.generate, callers.own(request), timeout_s, call.traceparent)
-        scores = request.sampling.HasField("prompt_logprobs")  # Log-probabilities of a prompt hold no ids.
-        return _with_prompt(generate) if call.reports_prompt or scores else generate()
-
-    async def _envelope(self, call: Call) -> Envelope:
-        model = call.request.model or only_model(self._generation)
+    def _envelope(self, call: Call) -> Envelope:
+        model = call.request.model or self._models.default.name
         return Envelope(secrets.token_hex(16), model, int(self._clock()))
 
 
-def only_model(generation: Generator) -> str:
-    models = generation.list_models().models
-    return models[0].id if models else ""
+def _generate(
+    generator: Generator, call: Call, request: GenerateRequest, timeout_s: float | None
+) -> AsyncGenerator[GenerateResponse, None]:
+    generate = partial(generator.generate, callers.own(request), timeout_s, call.traceparent)
+    scores = request.sampling.HasField("prompt_logprobs")  # Log-probabilities of a prompt hold no ids.
+    return _with_prompt(generate) if call.reports_prompt or scores else generate()
 
 
 async def _with_prompt(

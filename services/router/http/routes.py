@@ -16,18 +16,17 @@ from services.net.bytes_in_flight import BytesInFlight
 from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
 from services.router.cluster_watch import Watch
-from services.router.dialects.choice_formats import ChatFormat, CompletionFormat
-from services.router.dialects.dialect import REQUEST_ID, Answer, CallT, Dialect, Envelope
+from services.router.dialects.choice_formats import AnswerFormat, ChatFormat, CompletionFormat
+from services.router.dialects.dialect import MODEL, REQUEST_ID, Answer, Dialect, Envelope, Words
 from services.router.dialects.messages_answer import MessageAnswer
 from services.router.dialects.messages_call import read_messages_call
 from services.router.dialects.openai_answer import OpenAiAnswer
-from services.router.dialects.openai_call import read_chat_call, read_completion_call
+from services.router.dialects.openai_call import OpenAiCall, read_chat_call, read_completion_call
 from services.router.dialects.responses_answer import ResponseAnswer, ResponseStore
 from services.router.dialects.responses_call import read_responses_call
-from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.dialects.sglang import GenerateAnswer, read_generate_call
 from services.router.http.body_reader import BodyReader, CountedBodies
-from services.router.http.endpoints import About, Metrics, Models, StoredResponses, Tokenizing, Watching
+from services.router.http.endpoints import About, Metrics, ModelList, StoredResponses, Tokenizing, Watching
 from services.router.http.generating import Generating
 from services.router.http.middleware import (
     CHATS,
@@ -44,7 +43,7 @@ from services.router.http.middleware import (
     tenant_of,
 )
 from services.router.http.page import Page
-from services.router.request.generation import Generator
+from services.router.models import Models
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000
@@ -52,11 +51,9 @@ _STORED_BYTES = 64 << 20
 
 
 def http_app(
-    generation: Generator,
+    models: Models,
     watch: Watch,
     *,
-    defaults: SamplingDefaults = OPENAI,
-    model_path: str = "",
     page: Page | None = None,
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
@@ -70,9 +67,7 @@ def http_app(
     """Return the ASGI app.
 
     Args:
-        generation: The router that answers.
-        defaults: The sampling parameters of a request that sets none.
-        model_path: The model's directory on this machine, for SGLang's /model_info.
+        models: The models that answer.
         page: The web page at /.
         keys: The API keys; without them anybody may use the API.
         allowed_origins: The origins of web pages that may call the API.
@@ -84,18 +79,18 @@ def http_app(
         metrics: The Prometheus metrics at /metrics.
     """
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
-    bodies = BodyReader(max_body_bytes, generation.context_tokens, leaves_images_out=leaves_images_out)
+    bodies = BodyReader(max_body_bytes, models.context_tokens, leaves_images_out=leaves_images_out)
     generating = (
-        Route(path, Generating(dialect, generation, bodies, clock, count).answer, methods=["POST"])
-        for path, dialect in _dialects(generation, defaults, store).items()
+        Route(path, Generating(dialect, models, bodies, clock, count).answer, methods=["POST"])
+        for path, dialect in _dialects(store).items()
     )
     routes = [
         *generating,
         *_stored_routes(StoredResponses(store)),
-        *_tokens_routes(Tokenizing(generation, bodies)),
-        *_models_routes(Models(generation, int(clock()))),
+        *_tokens_routes(Tokenizing(models, bodies)),
+        *_models_routes(ModelList(models, int(clock()))),
         Route("/v1/cluster/watch", Watching(watch).stream, methods=["GET"]),
-        *_about_routes(About(generation, model_path)),
+        *_about_routes(About(models)),
         *(page.routes() if page is not None else ()),
         *([Route("/metrics", Metrics(metrics).show, methods=["GET"])] if metrics is not None else ()),
     ]
@@ -115,10 +110,10 @@ def http_app(
             allow_origins=allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID, "Retry-After"),
+            expose_headers=(REQUEST_ID, MODEL, "Retry-After"),
         )
     inner = OneLength(_without_last_slash(app))
-    return RequestIds(inner, generation.is_running, partial(tenant_of, keys))
+    return RequestIds(inner, models.is_running, partial(tenant_of, keys))
 
 
 def _without_last_slash(app: ASGIApp) -> ASGIApp:
@@ -133,26 +128,26 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
     return served
 
 
-def _dialects(
-    generation: Generator, defaults: SamplingDefaults, store: ResponseStore
-) -> dict[str, Dialect[Any]]:
-    def dialect(
-        name: str, read: Callable[..., CallT], answer: Callable[[CallT, Envelope], Answer]
-    ) -> Dialect[CallT]:
-        return Dialect(name, partial(read, defaults=defaults), answer)
+def _dialects(store: ResponseStore) -> dict[str, Dialect[Any]]:
+    def openai(make_format: Callable[..., AnswerFormat]) -> Callable[[OpenAiCall, Envelope, Words], Answer]:
+        return lambda call, envelope, words: OpenAiAnswer(
+            call, envelope, make_format, (words.token_text, words.token_bytes)
+        )
 
-    words = generation.token_text, generation.token_bytes
-    chat, completion = (
-        partial(OpenAiAnswer, make_format=make_format, words=words)
-        for make_format in (ChatFormat, CompletionFormat)
-    )
     return {
-        CHATS: dialect("chat", read_chat_call, chat),
-        COMPLETIONS: dialect("completions", read_completion_call, completion),
-        RESPONSES: dialect("responses", read_responses_call, partial(ResponseAnswer, store=store)),
-        MESSAGES: dialect("messages", read_messages_call, MessageAnswer),
-        GENERATE: dialect(
-            "sglang", read_generate_call, lambda call, _: GenerateAnswer(call, generation.token_text)
+        CHATS: Dialect("chat", read_chat_call, openai(ChatFormat)),
+        COMPLETIONS: Dialect("completions", read_completion_call, openai(CompletionFormat)),
+        RESPONSES: Dialect(
+            "responses",
+            read_responses_call,
+            lambda call, envelope, words: ResponseAnswer(call, envelope, store),
+            lambda call: store.turns(call.request.tenant, call.previous_id),
+        ),
+        MESSAGES: Dialect(
+            "messages", read_messages_call, lambda call, envelope, words: MessageAnswer(call, envelope)
+        ),
+        GENERATE: Dialect(
+            "sglang", read_generate_call, lambda call, envelope, words: GenerateAnswer(call, words.token_text)
         ),
     }
 
@@ -173,7 +168,7 @@ def _tokens_routes(tokens: Tokenizing) -> list[Route]:
     ]
 
 
-def _models_routes(models: Models) -> list[Route]:
+def _models_routes(models: ModelList) -> list[Route]:
     return [
         Route("/v1/models", models.all, methods=["GET"]),
         Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # Some ids have slashes.

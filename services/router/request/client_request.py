@@ -142,6 +142,7 @@ class ClientRequest:
     sampling: SamplingParams
     conversation_id: str = ""
     tenant: str = ""
+    model: str = ""
     cache_salt: str | None = None  # None stands for the tenant's name.
     share: TenantShare | None = None  # Without it ranks let salts take turns.
     priority: int = 0

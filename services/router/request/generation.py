@@ -91,6 +91,7 @@ class Generator:
         keeps_strict: bool = True,
         keep_thinking: bool = False,
         tenants: Tenants | None = None,
+        served_names: Callable[[], Sequence[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model_name = model_name
@@ -105,6 +106,7 @@ class Generator:
         self._max_priority = max_priority
         self._keep_thinking = keep_thinking
         self._limited = tenants
+        self._served_names = served_names or (lambda: [model_name])
         self._clock = clock
         self._context = AnswerContext(
             cluster,
@@ -367,6 +369,7 @@ class Generator:
             instead["logprobs"] = 0
         return ClientRequest(
             request_id=request.request_id or secrets.token_hex(8),
+            model=self._model_name,
             sampling=convert_request.sampling_from_proto(sampling, **instead),
             conversation_id=request.conversation_id,
             tenant=request.tenant,
@@ -403,7 +406,9 @@ class Generator:
         if name == "":
             return None
         if name is None:
-            raise NotFound(f"model {model!r} is not served here; {self._model_name!r} is")
+            names = self._served_names()
+            served = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
+            raise NotFound(f"model {model!r} is not served here; {served}")
         adapter = self._cluster.adapters().get(name)
         if adapter is None:
             raise NotFound(f"adapter {name!r} of model {self._model_name!r} is loaded on no decode rank")

@@ -40,6 +40,7 @@ _RANK_AND_KIND = (*_RANK, "kind")
 
 class RouterMetrics:
     def __init__(self, registry: CollectorRegistry, model: str = "") -> None:
+        self.registry = registry
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, registry=registry)
         self._gen_ai = GenAiMetrics(registry, model)

@@ -39,6 +39,25 @@ def test_which_routers_there_are(subtests: pytest.Subtests) -> None:
         assert probe.place_among_routers() == (1, 2)
         probe.seen("c", b"2 qwen")
         assert probe.place_among_routers() == (0, 1)
+    with subtests.test("a router of several fleets counts in each"):
+        probe, _ = probed(fleet="llama 3")
+        for _ in range(2):
+            probe.join("qwen/3")
+        own = probe._names["qwen/3"]
+        for router, value in (
+            ("a", b"7 qwen/3"),
+            (own, b"1 qwen/3"),
+            ("z", b"1 llama 3"),
+            ("m", b"1 llama 3"),
+        ):
+            probe.seen(router, value)
+        assert probe.place_among_routers("qwen/3") == (1, 2)
+        assert probe.place_among_routers("llama 3") == probe.place_among_routers() == (0, 2)
+        probe.leave("qwen/3")
+        assert probe.place_among_routers("qwen/3") == (1, 2), "it has joined twice"
+        probe.leave("qwen/3")
+        with pytest.raises(KeyError):
+            probe.place_among_routers("qwen/3")
 
 
 def test_routers_that_have_gone(subtests: pytest.Subtests) -> None:

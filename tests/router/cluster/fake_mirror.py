@@ -50,7 +50,7 @@ class FakeMirror:
     def pin(self, conversation):
         return None
 
-    def place_among_routers(self):
+    def place_among_routers(self, fleet):
         return 0, 1
 
     def mark_dead(self, rank):

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.cluster.fake_mirror import D0_KEY, LAYOUT, connect, view
+from router.http.backend import models_of
 from services.router.generation_service import GenerationService
 from services.router.request.generation import Explanation
 from services.router.request.router_metrics import RankCollector, RouterMetrics
@@ -57,7 +58,7 @@ class Front:
 
 
 async def explanation(cluster) -> generation_pb2.ExplainResponse:
-    service = GenerationService(Front(cluster), cluster, None)
+    service = GenerationService(models_of(Front(cluster), cluster=cluster), None)
     return await service.Explain(generation_pb2.ExplainRequest(), None)
 
 
@@ -71,7 +72,7 @@ async def test_explanations_and_the_list_of_ranks_have_both_kinds_and_what_is_ca
     assert "carried" in {term.name for term in remote.terms}
 
     balance.resume_trust.observe(D0_KEY, 10_000, 0, clock[0])
-    ranks = (await GenerationService(None, hybrid, None).ListRanks(None, None)).ranks
+    ranks = (await GenerationService(models_of(None, cluster=hybrid), None).ListRanks(None, None)).ranks
     assert [(rank.index_blocks, rank.resumable_blocks) for rank in ranks] == [(6, 1), (5, 1)]
     assert ranks[0].trust == 1.0 and ranks[0].resume_trust < 0.5 and ranks[1].resume_trust == 1.0
 
@@ -82,7 +83,7 @@ async def test_of_full_attention_alone_nothing_of_the_kind_is_said(two_decodes):
     assert answer.carried_bytes == 0
     assert not any(candidate.HasField("decode_resume_tokens") for candidate in answer.candidates)
     assert not any(term.name == "carried" for candidate in answer.candidates for term in candidate.terms)
-    ranks = (await GenerationService(None, two_decodes, None).ListRanks(None, None)).ranks
+    ranks = (await GenerationService(models_of(None, cluster=two_decodes), None).ListRanks(None, None)).ranks
     assert len(ranks) == 3 and not any(rank.HasField("resumable_blocks") for rank in ranks)
 
 

@@ -8,7 +8,6 @@ SCRIPT = f"""
 import resource
 from services.router.dialects.messages_call import read_messages_call
 from services.router.dialects.responses_call import read_responses_call
-from services.router.dialects.sampling import OPENAI
 
 def responses(kind):
     pieces = {{
@@ -26,7 +25,7 @@ for read, body in (
     (read_responses_call, responses("message")),
     (read_messages_call, thinking),
 ):
-    [turn] = read(body, {{}}, OPENAI).request.chat.messages
+    [turn] = read(body, {{}}).request.chat.messages
     print(len(turn.content), len(turn.reasoning))
 """
 

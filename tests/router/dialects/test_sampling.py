@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from services.router.dialects.json_body import Body, InvalidParameter
-from services.router.dialects.sampling import OPENAI, read_sampling
+from services.router.dialects.sampling import read_sampling
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 
 
 def read(**body: Any) -> SamplingParams:
-    return read_sampling(Body(body, "params."), None, None, OPENAI)
+    return read_sampling(Body(body, "params."), None, None)
 
 
 def test_what_is_said_of_sampling(subtests: pytest.Subtests) -> None:
@@ -23,7 +23,7 @@ def test_what_is_said_of_sampling(subtests: pytest.Subtests) -> None:
             assert read(**{name: True}).include_stop_str_in_output
     for nothing in [{}, {"logit_bias": None, "bad_words": None}, {"logit_bias": {}}, {"logit_bias": []}]:
         with subtests.test(nothing=nothing):
-            assert read(**nothing) == SamplingParams(temperature=1.0)
+            assert read(**nothing) == SamplingParams()
 
 
 def test_what_is_wrong_is_told_by_its_name(subtests: pytest.Subtests) -> None:

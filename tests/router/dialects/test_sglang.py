@@ -9,7 +9,6 @@ import pytest
 from router.dialects.prompts_told import not_told, scored, told_in_pieces
 from router.http.backend import FakeBackend, client, finished, post, response
 from services.router.dialects.json_body import InvalidParameter
-from services.router.dialects.sampling import OPENAI
 from services.router.dialects.sglang import read_generate_call
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
@@ -77,7 +76,7 @@ async def test_errors() -> None:
 
 
 def read(**body: Any) -> GenerateRequest:
-    return read_generate_call({"text": "Hi", **body}, {}, OPENAI).request
+    return read_generate_call({"text": "Hi", **body}, {}).request
 
 
 def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
@@ -109,7 +108,7 @@ def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
             seed=7,
         )
         assert read(sampling_params=given).sampling == expected
-        assert read().sampling == SamplingParams(temperature=1.0, max_tokens=128)
+        assert read().sampling == SamplingParams(max_tokens=128)
     for name, constraint in [
         ("regex", Constraint(regex="a+")),
         ("ebnf", Constraint(grammar="a+")),
@@ -124,25 +123,25 @@ def test_what_it_samples_by(subtests: pytest.Subtests) -> None:
 def test_each_text_is_a_request(subtests: pytest.Subtests) -> None:
     with subtests.test("each text is a request alike in all else"):
         call = read_generate_call(
-            {"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 3}}, {"x-request-id": "r"}, OPENAI
+            {"text": ["a", "b"], "sampling_params": {"n": 2, "top_k": 3}}, {"x-request-id": "r"}
         )
         assert [request.text for request in (call.request, *call.more)] == ["a", "b"]
         assert [request.request_id for request in (call.request, *call.more)] == ["r", "r/1"]
         assert {(request.n, request.sampling.top_k) for request in (call.request, *call.more)} == {(2, 3)}
         params = [{"max_new_tokens": 1}, {"max_new_tokens": 2}]
-        call = read_generate_call({"input_ids": [[1], [2]], "sampling_params": params}, {}, OPENAI)
+        call = read_generate_call({"input_ids": [[1], [2]], "sampling_params": params}, {})
         assert [request.sampling.max_tokens for request in (call.request, *call.more)] == [1, 2]
     with subtests.test("each prompts constraint is its own"):
         params = [{"regex": "a"}, {}, {"regex": "b"}]
-        call = read_generate_call({"text": ["p", "q", "r"], "sampling_params": params}, {}, OPENAI)
+        call = read_generate_call({"text": ["p", "q", "r"], "sampling_params": params}, {})
         assert [request.sampling.constraint.regex for request in call.requests] == ["a", "", "b"]
-        last = read_generate_call({"text": ["p", "q"], "sampling_params": params[:2]}, {}, OPENAI)
+        last = read_generate_call({"text": ["p", "q"], "sampling_params": params[:2]}, {})
         assert call.constraint_param == "sampling_params[2].regex"
         assert last.constraint_param == "sampling_params[0].regex"
     with subtests.test("many texts beside a long body are refused"):
         params = {"logit_bias": dict.fromkeys(map(str, range(100_000)), 1.0)}
         with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
-            read_generate_call({"text": ["p"] * 256, "sampling_params": params}, {}, OPENAI)
+            read_generate_call({"text": ["p"] * 256, "sampling_params": params}, {})
         assert raised.value.param == "text"
 
 

@@ -6,8 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
+from services.router.dialects.sampling import OPENAI, SamplingDefaults
 from services.router.http.routes import http_app
+from services.router.models import Models
+from services.router.served_model import Model as Served
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import RankId, TokenLogprob, TokenLogprobs
@@ -155,8 +160,29 @@ def logprobs_of(token_id: int, *others: int) -> TokenLogprobs:
     return TokenLogprobs(chosen=TokenLogprob(token_id=token_id, logprob=-0.25), top=top)
 
 
-def client(backend: FakeBackend, watch: Any = None, **options: Any) -> httpx.AsyncClient:
-    app = http_app(backend, watch or backend, clock=lambda: 1234.5, **options)
+def models_of(
+    backend: Any, defaults: SamplingDefaults = OPENAI, path: str = "", cluster: Any = None
+) -> Models:
+    """The backend is the only model."""
+    models = Models()
+    models.open(Served("tiny", backend, cluster, defaults, path, CollectorRegistry()))
+    return models
+
+
+def app_of(backend: FakeBackend, watch: Any = None, **options: Any) -> ASGIApp:
+    return http_app(models_of(backend), watch or backend, **options)
+
+
+def client(
+    backend: FakeBackend,
+    watch: Any = None,
+    defaults: SamplingDefaults = OPENAI,
+    model_path: str = "",
+    models: Models | None = None,
+    **options: Any,
+) -> httpx.AsyncClient:
+    models = models or models_of(backend, defaults, model_path)
+    app = http_app(models, watch or backend, clock=lambda: 1234.5, **options)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://router")
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import zstandard
 
-from router.http.backend import FakeBackend, client, complete
+from router.http.backend import FakeBackend, app_of, client, complete
 from services.net.bytes_in_flight import BytesInFlight
 from services.router.dialects.http_errors import BodyTooLong
 from services.router.http import body_reader
-from services.router.http.routes import http_app
 from services.values.errors import InvalidRequest
 
 
@@ -206,7 +205,7 @@ async def test_what_nobody_keeps_of_a_body_is_not_counted() -> None:
 
     scope = {"type": "http", "method": "GET", "path": "/v1/cluster/watch", "headers": [], "query_string": b""}
     async with asyncio.timeout(10):
-        await http_app(backend, backend, in_flight=in_flight)(scope, receive, send)
+        await app_of(backend, in_flight=in_flight)(scope, receive, send)
     assert held == [0] * 6
 
 

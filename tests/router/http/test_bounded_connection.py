@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from router.http.backend import FakeBackend, finished, response
+from router.http.backend import FakeBackend, app_of, finished, response
 from services.router.http.bounded_connection import BoundedConnection, HttpBounds
-from services.router.http.routes import http_app
 
 DEADLINE_S = 20.0
 LONG_S = 1000.0
@@ -83,7 +82,7 @@ async def serving(
 ):
     backend, told = FakeBackend(), []
     config = uvicorn.Config(
-        http_app(backend, backend, **app),
+        app_of(backend, **app),
         http=partial(BoundedConnection, HttpBounds(header_s, body_s, max_connections, surplus), told.append),
         port=0,
         log_config=None,

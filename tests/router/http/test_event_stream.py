@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from router.http.backend import DEADLINE_S, HI, FakeBackend, finished, response
+from router.http.backend import DEADLINE_S, HI, FakeBackend, app_of, finished, response
 from services.router.http import event_stream
 from services.router.http.event_stream import EventStream
-from services.router.http.routes import http_app
 from services.values.errors import NoCapacity, Unavailable
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse, WatchClusterResponse
 
@@ -39,7 +38,7 @@ class Stream:
         self._incoming = [{"type": "http.request", "body": body, "more_body": False}]
         method = "GET" if is_watch else "POST"
         scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
-        await asyncio.wait_for(http_app(backend, backend)(scope, self._receive, self._send), DEADLINE_S)
+        await asyncio.wait_for(app_of(backend)(scope, self._receive, self._send), DEADLINE_S)
         return self.sent
 
     async def _receive(self) -> dict[str, Any]:

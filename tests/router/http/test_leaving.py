@@ -9,8 +9,7 @@ import httpx
 import pytest
 import uvicorn
 
-from router.http.backend import DEADLINE_S, HI, FakeBackend, chat, finished, response
-from services.router.http.routes import http_app
+from router.http.backend import DEADLINE_S, HI, FakeBackend, app_of, chat, finished, response
 
 PROMPTS = {
     "/v1/completions": {"prompt": "Hi"},
@@ -46,7 +45,7 @@ async def leave(path: str, stream: bool, script: list[Any]) -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-    await asyncio.wait_for(http_app(backend, backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(app_of(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set()
     assert all(message.get("status") != 500 for message in sent)
 
@@ -69,7 +68,7 @@ async def test_a_client_that_leaves_without_reading_closes_the_generation() -> N
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(http_app(backend, backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(app_of(backend)(scope, receive, send), DEADLINE_S)
     assert backend.closed.is_set()
 
 
@@ -89,7 +88,7 @@ async def test_a_client_that_stops_reading_is_not_waited_for_longer_than_its_req
             await asyncio.Event().wait()
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-    await asyncio.wait_for(http_app(backend, backend)(scope, receive, send), DEADLINE_S)
+    await asyncio.wait_for(app_of(backend)(scope, receive, send), DEADLINE_S)
     assert sent == ["http.response.start", "http.response.body"]
     assert backend.closed.is_set()
 
@@ -106,9 +105,7 @@ async def test_a_stream_that_never_begins_is_answered_when_its_time_is_over() ->
 async def serving(backend: FakeBackend) -> AsyncIterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(http_app(backend, backend), log_level="critical", lifespan="off")
-        )
+        server = uvicorn.Server(uvicorn.Config(app_of(backend), log_level="critical", lifespan="off"))
         task = asyncio.create_task(server.serve([listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -4,10 +4,9 @@ import httpx
 import prometheus_client
 import pytest
 
-from router.http.backend import FakeBackend
+from router.http.backend import FakeBackend, app_of
 from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
-from services.router.http.routes import http_app
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def page():
 
 
 def client(page, keys=None):
-    app = http_app(FakeBackend(), FakeBackend(), metrics=page, keys=keys)
+    app = app_of(FakeBackend(), metrics=page, keys=keys)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router")
 
 

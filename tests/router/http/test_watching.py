@@ -4,11 +4,10 @@ import asyncio
 import json
 import time
 
-from router.http.backend import DEADLINE_S, FakeBackend, client
+from router.http.backend import DEADLINE_S, FakeBackend, app_of, client
 from services.router.cluster_watch import Pace
 from services.router.http import endpoints
 from services.router.http.endpoints import _events
-from services.router.http.routes import http_app
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import (
@@ -127,7 +126,7 @@ async def test_who_only_looks_or_leaves_does_not_watch(subtests):
 
         scope = {"type": "http", "method": "GET", "path": PATH, "headers": [], "query_string": b""}
         before = asyncio.all_tasks()
-        await asyncio.wait_for(http_app(backend, backend)(scope, receive, send), DEADLINE_S)
+        await asyncio.wait_for(app_of(backend)(scope, receive, send), DEADLINE_S)
         assert backend.closed.is_set() and asyncio.all_tasks() == before
 
 

@@ -5,14 +5,13 @@ import os
 import re
 from contextlib import asynccontextmanager
 from functools import partial
-from types import SimpleNamespace
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.http.backend import FakeBackend, client
+from router.http.backend import FakeBackend, app_of, client, models_of
 from router.keys.tenants import TENANT_CALLS, bearer
 from services.net import channels, grpc_errors, servers
 from services.net.bytes_in_flight import BytesInFlight
@@ -20,7 +19,6 @@ from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor
 from services.router.cluster_watch import Watch
 from services.router.generation_service import GENERATE, GenerationService, add_to_server, generate_handler
-from services.router.http.routes import http_app
 from services.values.errors import Forbidden, Unauthenticated
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
@@ -65,7 +63,7 @@ class ToldWatch(Watch):
 
 
 def service_of(player, told):
-    return GenerationService(player, SimpleNamespace(), ToldWatch(told))
+    return GenerationService(models_of(player), ToldWatch(told))
 
 
 @asynccontextmanager
@@ -255,7 +253,7 @@ async def test_a_watch_over_http_ends_with_its_key(of_tenants, file):
         "headers": headers,
         "query_string": b"",
     }
-    app = http_app(FakeBackend(), ToldWatch(told_for_ever), keys=of_tenants)
+    app = app_of(FakeBackend(), ToldWatch(told_for_ever), keys=of_tenants)
     await asyncio.wait_for(app(scope, receive, send), 20)
     assert sent[0]["status"] == 200 and not sent[-1]["body"] and len(sent) == 5
 

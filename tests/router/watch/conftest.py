@@ -23,7 +23,7 @@ class Requests:
         return lambda: self.listeners.remove(ended)
 
     def begin(self, request_id, tenant="", began_s=100.0, **fields):
-        asked = ClientRequest(request_id, SamplingParams(), "c", tenant, **fields)
+        asked = ClientRequest(request_id, SamplingParams(), "c", tenant, model="m", **fields)
         progress = Progress(asked, began_s, INVALID_SPAN)
         self.running.append(progress)
         return progress

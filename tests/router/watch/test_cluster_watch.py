@@ -50,7 +50,7 @@ def registry():
 
 @pytest.fixture
 def watch(requests, ranks, clock, registry):
-    return Watch("m", requests, ranks, WatchMetrics(registry), 3, lambda: clock[0], lambda: 1e9)
+    return Watch(requests, ranks, WatchMetrics(registry), 3, lambda: clock[0], lambda: 1e9)
 
 
 async def next_of(responses):

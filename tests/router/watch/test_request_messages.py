@@ -13,20 +13,20 @@ from services.wire.generation_messages import PackedIds
 
 
 def told(progress, outcome="finished"):
-    return finished_request(progress, outcome, "m", duration_s=2.5, ended_at_s=1e9)
+    return finished_request(progress, outcome, duration_s=2.5, ended_at_s=1e9)
 
 
 def test_a_running_request_says_how_far_it_is(subtests, requests, placed):
     with subtests.test("a running request says how far it is"):
         progress = requests.begin("r", tenant="a")
-        waiting = running_request(progress, "m", 103.0)
+        waiting = running_request(progress, 103.0)
         assert (waiting.request_id, waiting.conversation_id, waiting.tenant) == ("r", "c", "a")
         assert (waiting.model, waiting.age_s) == ("m", 3.0)
         assert not waiting.HasField("decode") and not waiting.HasField("prefill")
         asked = progress.request
         progress.encoded(asked.encoded(PackedIds.of(range(9)), None, asked.sampling), 101.0)
         progress.output_ids, progress.placed = [1, 2], placed()
-        running = running_request(progress, "m", 103.0)
+        running = running_request(progress, 103.0)
         assert (running.prompt_tokens, running.completion_tokens) == (9, 2)
         chosen = progress.placed.decision.chosen
         assert chosen.plan is Plan.REMOTE
@@ -37,7 +37,7 @@ def test_a_running_request_says_how_far_it_is(subtests, requests, placed):
         progress.output_ids, progress.num_calls = [1, 2], 1
         progress.split()
         progress.others[1].output_ids, progress.others[1].num_calls = [3], 2
-        running, finished = running_request(progress, "m", 103.0), told(progress)
+        running, finished = running_request(progress, 103.0), told(progress)
         assert (running.answers, running.completion_tokens) == (3, 3)
         assert (finished.answers, finished.completion_tokens, finished.tool_calls) == (3, 3, 3)
 

@@ -8,7 +8,6 @@ import pytest
 from router.http.backend import HI
 from services.router.dialects.json_body import InvalidParameter
 from services.router.dialects.messages_call import MessagesCall, read_messages_call
-from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
@@ -17,7 +16,7 @@ WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "obje
 
 
 def call_of(**body: Any) -> MessagesCall:
-    return read_messages_call({"max_tokens": 64, "messages": HI, **body}, {}, OPENAI)
+    return read_messages_call({"max_tokens": 64, "messages": HI, **body}, {})
 
 
 def chat_of(**body: Any) -> Chat:

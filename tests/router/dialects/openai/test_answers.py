@@ -271,13 +271,13 @@ async def test_what_is_not_said_is_openais_or_the_models(subtests: pytest.Subtes
         await chat(backend)
         await complete(backend, conversation_id="c", stop="x", prompt=[1, 2], top_k=-1)
         of_chat, of_completion = backend.requests
-        assert of_chat.sampling == common_pb2.SamplingParams(temperature=1.0)
+        assert of_chat.sampling == common_pb2.SamplingParams()
         assert of_completion == GenerateRequest(
             request_id=of_completion.request_id,  # drawn
             model="tiny",
             conversation_id="c",
             token_ids={"ids": [1, 2]},
-            sampling=common_pb2.SamplingParams(temperature=1.0, max_tokens=16, stop=["x"], top_k=0),
+            sampling=common_pb2.SamplingParams(max_tokens=16, stop=["x"], top_k=0),
         )
     with subtests.test("what is not said is the models"):
         backend = FakeBackend()

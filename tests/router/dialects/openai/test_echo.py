@@ -7,7 +7,6 @@ import pytest
 from router.dialects.prompts_told import not_told, told_in_pieces
 from router.http.backend import FakeBackend, chat, complete, events
 from services.router.dialects.openai_call import read_completion_call
-from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 
 TOKENS = ["H", "i", "!", "a", "b"]
@@ -16,7 +15,7 @@ TOP_1 = [None, {"a": -0.5}, {"!": -0.5}, {"a": -0.5, "b": -0.5}, {"a": -0.5, "b"
 
 
 def sampling_of(**body: Any) -> SamplingParams:
-    return read_completion_call({"prompt": "Hi!", **body}, {}, OPENAI).request.sampling
+    return read_completion_call({"prompt": "Hi!", **body}, {}).request.sampling
 
 
 def test_the_prompts_logprobs_are_asked_for_where_they_are_shown() -> None:

@@ -7,7 +7,6 @@ from router.http.backend import HI, FakeBackend, chat, client, complete, events,
 from services.router.dialects import json_body as bodies
 from services.router.dialects import refused
 from services.router.dialects.openai_call import read_chat_call, read_completion_call
-from services.router.dialects.sampling import OPENAI
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 
@@ -220,10 +219,10 @@ def test_what_asks_for_nothing_changes_nothing(subtests: pytest.Subtests) -> Non
         (read_completion_call, {"prompt": "Hi"}, refused.IN_COMPLETIONS),
     ]:
         with subtests.test(read=read):
-            plain = read(body, {}, OPENAI)
+            plain = read(body, {})
             for name, harmless in names.items():
                 for value in (None, *harmless):
-                    assert read({name: value, **body}, {}, OPENAI) == plain, (name, value)
+                    assert read({name: value, **body}, {}) == plain, (name, value)
 
 
 async def test_of_many_ids_only_a_wrong_one_is_given_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

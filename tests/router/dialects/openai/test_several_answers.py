@@ -10,7 +10,6 @@ from router.http.backend import FakeBackend, chat, complete, events, finished, r
 from services.router.callers import Caller, calling
 from services.router.dialects.json_body import InvalidParameter
 from services.router.dialects.openai_call import read_completion_call
-from services.router.dialects.sampling import OPENAI
 from services.values import errors
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, GenerateResponse
@@ -168,7 +167,7 @@ async def test_a_list_is_streamed_as_one() -> None:
 def test_what_many_prompts_share_leaves_room_for_them(subtests: pytest.Subtests) -> None:
     for given in ["x" * 128, "x" * 126]:
         with subtests.test(num_chars=len(given)):
-            call = read_completion_call({"prompt": ["p"] * 12}, {"x-request-id": given}, OPENAI)
+            call = read_completion_call({"prompt": ["p"] * 12}, {"x-request-id": given})
             ids = [request.request_id for request in (call.request, *call.more)]
             assert len(set(ids)) == 12 and max(map(len, ids)) == 128
     # Each prompt would have the long body of its own.
@@ -179,7 +178,7 @@ def test_what_many_prompts_share_leaves_room_for_them(subtests: pytest.Subtests)
         {"stop_token_ids": [2**32 - 1] * 100_000},
     ]:
         with subtests.test(next(iter(large))):
-            read_completion_call({"prompt": ["p"] * 8, **large}, {}, OPENAI)
+            read_completion_call({"prompt": ["p"] * 8, **large}, {})
             with pytest.raises(InvalidParameter, match="fewer at a time") as raised:
-                read_completion_call({"prompt": ["p"] * 256, **large}, {}, OPENAI)
+                read_completion_call({"prompt": ["p"] * 256, **large}, {})
             assert raised.value.param == "prompt"

@@ -7,7 +7,6 @@ import pytest
 
 from services.router.dialects.json_body import InvalidParameter
 from services.router.dialects.responses_call import ResponsesCall, read_responses_call, with_instructions
-from services.router.dialects.sampling import OPENAI
 from services.wire.isthmus.v1.common_pb2 import Constraint, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
@@ -15,7 +14,7 @@ WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object
 
 
 def call_of(**body: Any) -> ResponsesCall:
-    return read_responses_call({"input": "Hi", **body}, {}, OPENAI)
+    return read_responses_call({"input": "Hi", **body}, {})
 
 
 def chat_of(**body: Any) -> Chat:
