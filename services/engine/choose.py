@@ -129,14 +129,14 @@ def _sglang_worker(settings: EngineConfig, role: Role, own_ids: Sequence[RankId]
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
-def follower(settings: EngineConfig, role: Role, worker: str) -> "Follower | None":
-    """Return what runs another node's part of the worker, or None where this process is the worker.
+def follower(settings: EngineConfig, role: Role) -> "Follower | None":
+    """Return what runs another node's part of a worker, or None where this process is a worker.
 
     Raises ConfigError.
     """
     if settings.engine != "sglang":
         return None
-    sglang = _sglang_settings(settings, role, worker)
+    sglang = _sglang_settings(settings, role, worker="")  # The first node says its name.
     if sglang.nodes is None or sglang.nodes.rank == 0:
         return None
     from services.engine.sglang.service.nodes import Follower

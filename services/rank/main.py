@@ -135,9 +135,8 @@ def main(module: str, make_roles: MakeRoles) -> None:
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         config.certificates()  # Certificates that cannot work are refused before torch is imported.
         config = config if config.kv_pages else with_pool(config)
-        role = Role(module.removeprefix("services."))
-        if (follower := choose.follower(config, role, config.worker)) is not None:
-            sys.exit(asyncio.run(_follow(follower.run, config, notifier)))
+        if (follower := choose.follower(config, Role(module.removeprefix("services.")))) is not None:
+            sys.exit(asyncio.run(follower.serve(notifier, config.leaving_s)))
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
@@ -146,20 +145,6 @@ def main(module: str, make_roles: MakeRoles) -> None:
         except RankFailed as error:  # Its stack explains nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
-
-
-_Follow = Callable[[asyncio.Event, Callable[[], None], float], Awaitable[None]]
-
-
-async def _follow(run: _Follow, config: RankConfig, notifier: Notifier) -> None:
-    """Run another node's part of a worker until SIGTERM. Raises Unavailable where the worker has ended."""
-    stopping = signals.stop_on_signals()
-    poller.start()
-    beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
-    try:
-        await run(stopping, notifier.serves, config.grace_s + config.hand_over_s)
-    finally:
-        beating.cancel()
 
 
 def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
@@ -180,7 +165,7 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     # Probes call the supervisor, which calls the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
-    grace_s = config.grace_s + config.hand_over_s + _AFTER_GRACE_S
+    grace_s = config.leaving_s + _AFTER_GRACE_S
     return supervisor.run(
         commands,
         grace_s,
@@ -294,8 +279,7 @@ async def run_ranks(
                 _tell_ready(rank, role)
         if not stopping.is_set():
             notifier.serves()
-        grace_s = configs[0].grace_s
-        within_s = grace_s + configs[0].hand_over_s
+        grace_s, within_s = configs[0].grace_s, configs[0].leaving_s
         await asyncio.gather(
             beating,
             *(

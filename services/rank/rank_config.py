@@ -86,5 +86,10 @@ class RankConfig(EngineConfig):
                 raise ConfigError(f"--{field.name.replace('_', '-')} is not for --engine=sglang")
 
     @property
+    def leaving_s(self) -> float:
+        """Return the seconds in which requests may end, and others may take over what is cached."""
+        return self.grace_s + self.hand_over_s
+
+    @property
     def ranks_per_process(self) -> int:
         return self.dp_size if self.engine == "sglang" else 1

@@ -25,8 +25,10 @@ from services.engine.sglang.service.process_connections import Process
 from services.engine.sglang.service.sglang_process import SglangHttp, SglangProcess, require_entry_point
 from services.engine.sglang.service.sglang_settings import Nodes, SglangSettings
 from services.host.ports import bindable, held_ports, host_port
-from services.net import channels, grpc_errors, servers
+from services.net import channels, grpc_errors, poller, servers
+from services.process import signals
 from services.process.events import first_of
+from services.process.notify import Notifier
 from services.values.errors import ConfigError, IsthmusError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -135,6 +137,16 @@ class Follower:
         self._tls = settings.engine.tls()
         self._nodes = nodes
         self._launch = Launch(settings)
+
+    async def serve(self, notifier: Notifier, grace_s: float) -> None:
+        """Run until SIGTERM, and report to the process that started us. Returns and raises as `run`."""
+        stopping = signals.stop_on_signals()
+        poller.start()
+        beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
+        try:
+            await self.run(stopping, notifier.serves, grace_s)
+        finally:
+            beating.cancel()
 
     async def run(self, stopping: asyncio.Event, serves: Callable[[], None], grace_s: float) -> None:
         """Return after SIGTERM, once the first node is done too, or `grace_s` are over.
