@@ -38,6 +38,14 @@ def test_images_run_as_the_user_that_the_chart_names():
     assert users == {(str(security["runAsUser"]), str(security["runAsGroup"]))}
 
 
+def test_a_user_whom_no_file_names_has_a_name_and_a_home():
+    """tests/cluster/operators/test_demo_command.py tries one."""
+    runtimes = re.split(r"^FROM ", DOCKERFILE, flags=re.M)
+    owned = [stage for stage in runtimes if "useradd" in stage]
+    assert len(owned) == 2 and all("\nENV HOME=/tmp LOGNAME=isthmus\n" in stage for stage in owned)
+    assert {"name": "HOME", "value": "/tmp"} in rendered("least").container("decode")["env"]
+
+
 def test_base_images_are_pinned():
     images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", DOCKERFILE, re.M)
     assert images

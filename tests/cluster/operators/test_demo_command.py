@@ -1,7 +1,12 @@
 """What `isthmus demo` prints of a conversation."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +16,8 @@ from services.cli.model import fetch_model
 from services.net import channels
 from services.settings.named_models import KNOWN
 from services.values.errors import Unavailable
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 async def test_the_demo_shows_each_turn_and_what_moved(etcd_endpoint, model_dir, cluster_name, capsys):
@@ -59,3 +66,18 @@ def test_without_a_package_source_a_random_model_is_taken_unless_one_was_named(
     monkeypatch.setattr(fetch_model, "is_whole", lambda directory: True)
     talk = replace(demo._ON_A_TEXT, warning=KNOWN["smollm2"].warning)
     assert demo._chosen(demo.DemoConfig(), tmp_path) == (KNOWN["smollm2"].cached, talk)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_user_whom_no_file_names_runs_it(tmp_path):
+    """OpenShift gives containers such users, of group 0."""
+    unknown = ["unshare", "--user", "--map-user=1000680000", "--map-group=0"]
+    if subprocess.run([*unknown, "true"], capture_output=True).returncode:
+        pytest.skip("user namespaces cannot be made here")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    nobody = "import pwd, os; pwd.getpwuid(os.getuid())"
+    run = partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "KeyError" in run([*unknown, sys.executable, "-c", nobody]).stderr
+    demo = run([*unknown, sys.executable, "-m", "services.cli", "demo", "--model=random", "--turns=2"])
+    assert demo.returncode == 0 and "decode_prefix_len tokens were already" in demo.stdout, demo.stderr
