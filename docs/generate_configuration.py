@@ -53,6 +53,7 @@ CHART_VALUES = {
     "otlp-endpoint": "tracing.endpoint",
     "api-key-file": "router.apiKeysSecret",
     "tenants": "router.tenantsSecret",
+    "models": "router.models",
     "name": "set",
     "worker": "set",
     "rank-index": "set",

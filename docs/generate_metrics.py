@@ -34,6 +34,7 @@ from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMe
 from services.router.cluster import Cluster
 from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
+from services.router.models import Models, ModelsCollector
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.tenants import TenantCollector
 from services.values.kv import KvLayout
@@ -114,6 +115,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
         made["router"].register(TenantCollector({}))
+        made["router"].register(ModelsCollector(Models()))
         metrics: dict[Role, RequestMetrics] = {
             Role.PREFILL: PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine())),
             Role.DECODE: DecodeMetrics(made["decode"], cast(DecodeEngine, _IdleEngine())),

@@ -1,5 +1,7 @@
 """Certificates, passwords and API keys come from Secrets, to those that need them."""
 
+import json
+
 from charts.rendering import LEAST, OURS, merged, render, rendered
 
 
@@ -77,3 +79,22 @@ def test_tenants_come_from_a_secret_to_routers_alone():
         assert secrets == ({"llm-tenants"} if is_needed else set())
         assert mounts.get("tenants") == ("/etc/isthmus/tenants" if is_needed else None)
     assert rendered("least").config("router").tenants is None
+
+
+def test_further_models_come_from_the_values_to_routers_alone():
+    models = {
+        "models": {"org/next": {"model": "/models/next", "tool_parser": "hermes", "chunk_size": 2048}},
+        "aliases": {"chat": {"served": 90, "org/next": 10}},
+    }
+    values = {"flags": {"model-name": "served"}, "router": {"models": models}}
+    objects = render(merged(LEAST, values))
+    config = objects.config("router")
+    assert str(config.models) == "/etc/isthmus/models/models.json"
+    (volume,) = [v for v in objects.pods()["router"]["volumes"] if v["name"] == "models"]
+    mounts = {m["name"]: m["mountPath"] for m in objects.container("router")["volumeMounts"]}
+    assert mounts["models"] == "/etc/isthmus/models"
+    files = {each["metadata"]["name"]: each["data"] for each in objects.of("ConfigMap").values()}
+    assert json.loads(files[volume["configMap"]["name"]]["models.json"]) == models
+    for component in ("prefill", "decode"):
+        assert "models" not in {v["name"] for v in objects.pods()[component]["volumes"]}
+    assert rendered("least").config("router").models is None

@@ -147,6 +147,9 @@ livenessProbe:
 {{- if .values.tenantsSecret }}
 - {name: tenants, mountPath: /etc/isthmus/tenants, readOnly: true}
 {{- end }}
+{{- if .values.models }}
+- {name: models, mountPath: /etc/isthmus/models, readOnly: true}
+{{- end }}
 {{- if dig "tiers" "file" "size" "" .values }}
 - {name: tier, mountPath: /var/lib/isthmus/tier}
 {{- end }}
@@ -194,6 +197,10 @@ livenessProbe:
 {{- with .values.tenantsSecret }}
 - name: tenants
   secret: {secretName: {{ . | quote }}, defaultMode: 0440}
+{{- end }}
+{{- if .values.models }}
+- name: models
+  configMap: {name: {{ printf "%s-router-models" (include "isthmus.fullname" .root) }}}
 {{- end }}
 {{- include "isthmus.tierVolume" .values }}
 {{- with .values.extraVolumes }}
