@@ -222,6 +222,7 @@ class ModelsFile:
             is_known = isinstance(error, IsthmusError)
             log.log(logging.ERROR, "model_failed model=%s error=%s", name, error, exc_info=not is_known)
             return None
+        log_lines.event(log, "model_opened", model=name, path=model.path)
         return _Opened(config, model, stack)
 
     async def _let_go(self) -> None:

@@ -85,7 +85,9 @@ class Opening:
         self.opened.append(config.model)
         generator = SimpleNamespace(num_running=0, is_running=lambda tenant, request_id: False)
         cluster = SimpleNamespace(ranks=lambda role: [])
-        yield SimpleNamespace(name=config.served_name, generator=generator, cluster=cluster, defaults=None)
+        yield SimpleNamespace(
+            name=config.served_name, path=config.model, generator=generator, cluster=cluster, defaults=None
+        )
         self.closed.append(config.model)
 
 
