@@ -176,7 +176,7 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     async def join(*_):
         said.append("join")
         stopping.set()
-        return SimpleNamespace(say_draining=say_draining, successors=None)
+        return SimpleNamespace(say_draining=say_draining, say_adapters=say_draining, successors=None)
 
     monkeypatch.setattr(rank, "gc", collector)
     monkeypatch.setattr(rank, "_join", join)
