@@ -168,7 +168,7 @@ _FEW_HOLDERS = 8
 class HeldBelow(Held):
     """This says the same of what lies below the pools, and which of it lies in files."""
 
-    __slots__ = ("_file_columns", "_layers", "few")
+    __slots__ = ("_file_columns", "_layers", "checkpoints", "few")
 
     def __init__(
         self,
@@ -177,9 +177,10 @@ class HeldBelow(Held):
         keys: dict[int, RankKey],
         layers: list[Run],
         file_columns: dict[RankKey, int],
+        checkpoints: ResumableBlocks,
     ) -> None:
         self._runs, self._columns, self._keys = runs, columns, keys
-        self._layers, self._file_columns = layers, file_columns
+        self._layers, self._file_columns, self.checkpoints = layers, file_columns, checkpoints
         # Most prompts are kept by few ranks: then this has all of them.
         self.few = self.depths() if runs and runs[0][1].bit_count() <= _FEW_HOLDERS else None
 
@@ -402,7 +403,7 @@ class PrefixIndex:
     def held_below(self, hashes: Sequence[int]) -> HeldBelow:
         self.take_in()
         runs, layers = self._holders.layers(hashes) if hashes else ([], [])
-        return HeldBelow(runs, self._columns, self._keys, layers, self._file_columns)
+        return HeldBelow(runs, self._columns, self._keys, layers, self._file_columns, self.checkpoints)
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         return self.held(hashes).depth(key)

@@ -16,6 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from services.index.read.prefix_index import Held, HeldBelow, PrefixIndex, deepest
+from services.kv.tails import carried_bytes
 from services.router.placement import exclusion
 from services.router.placement.candidates import Asked, Brought
 from services.router.ranks.balance import Balance, RankNow
@@ -219,6 +220,13 @@ def _bring_s(load: RankLoad, layout: KvLayout, num_tokens: int, file_tokens: int
     return (in_memory_s + in_files_s) * layout.page_bytes / layout.page_size
 
 
+def _point_s(load: RankLoad, layout: KvLayout, position: int) -> float:
+    """Return the time to bring up the checkpoint at `position`, if the layout has such, from the nearest
+    tier."""
+    bytes_per_s = load.memory_tier_bytes_per_s or load.file_tier_bytes_per_s or _FILE_BYTES_PER_S
+    return carried_bytes(layout, position) / bytes_per_s
+
+
 def back_s(below: PrefixIndex | None, rank: Registration, load: RankLoad) -> float:
     """Return the time to bring a token back up that the rank evicts, or infinity where no tier keeps it.
 
@@ -257,27 +265,37 @@ class Hits:
                 hits.append(Hit(matched, worth))
         if (below := snapshot.below()) is not None:
             few, depth = below.few, below.depth
+            furthest = {key: asked.most_reused // block for key, _, _ in found if key in telling}
+            deepest_below = below.checkpoints.deepest(asked.hashes, furthest) if furthest else {}
             for at, (key, rank, _) in enumerate(found):
-                kept = (few.get(key, 0) if few is not None else depth(key)) * block
-                if kept > hits[at].worth and key not in telling:
-                    hits[at] = hits[at]._replace(brought=self._brought(rank, hits[at], kept, snapshot, below))
+                hit = hits[at]
+                if key in telling:
+                    kept, has = deepest_below.get(key, 0) * block, hit.resume or 0
+                else:
+                    kept, has = (few.get(key, 0) if few is not None else depth(key)) * block, hit.worth
+                if kept > has:
+                    hits[at] = hit._replace(brought=self._brought(rank, hit, kept, has, snapshot, below))
         return hits
 
     def _brought(
-        self, rank: Registration, hit: Hit, kept: int, snapshot: RankSnapshot, below: HeldBelow
+        self, rank: Registration, hit: Hit, kept: int, has: int, snapshot: RankSnapshot, below: HeldBelow
     ) -> Brought | None:
-        """Return what the rank would bring up of the `kept` tokens; None if that would take no less time than
-        computing, for then it computes.
+        """Return what the rank would bring up of the `kept` tokens, where it `has` so many without that; None
+        if it would take no less time than computing, for then it computes.
+
+        Up to a checkpoint below, some pages may be in its pool.
         """
-        key, worth, matched = rank.id.key, hit.worth, min(kept, snapshot.asked.most_reused)
+        key, matched = rank.id.key, min(kept, snapshot.asked.most_reused)
         now = snapshot.now(key)
-        if now.load.tiers_off or matched <= worth:
+        if now.load.tiers_off or matched <= has:
             return None
         trust, clock = self._balance.tier_trust, self._balance.clock()
-        tokens = worth + trust.worth(key, matched - worth, clock)
-        file_tokens = below.in_files(key, worth // self._block, -(-tokens // self._block)) * self._block
-        bring_s = _bring_s(now.load, rank.layout, tokens - worth, min(file_tokens, tokens - worth))
-        if bring_s * now.tokens_per_s >= tokens - worth:
+        tokens = has + trust.worth(key, matched - has, clock)
+        in_pool = min(max(has, hit.worth), tokens)
+        file_tokens = below.in_files(key, in_pool // self._block, -(-tokens // self._block)) * self._block
+        bring_s = _bring_s(now.load, rank.layout, tokens - in_pool, min(file_tokens, tokens - in_pool))
+        bring_s += _point_s(now.load, rank.layout, tokens)
+        if bring_s * now.tokens_per_s >= tokens - has:
             return None
         return Brought(tokens, matched, bring_s)
 

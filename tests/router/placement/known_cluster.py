@@ -78,9 +78,12 @@ class Router:
         """`resumable`: how many of them lie before where it can go on, each."""
         self.index.apply_snapshot(rank.id, HASHES[:num_blocks], [HASHES[depth - 1] for depth in resumable])
 
-    def keeps(self, rank: Registration, num_blocks: int, files: Sequence[int] = ()) -> None:
-        """Its tiers hold so many; `files` are positions of those in files."""
-        self.below.take_snapshot(rank.id, HASHES[:num_blocks], [HASHES[at] for at in files])
+    def keeps(
+        self, rank: Registration, num_blocks: int, files: Sequence[int] = (), resumable: Sequence[int] = ()
+    ) -> None:
+        """Its tiers hold so many; `files` are positions of those in files. `resumable` as in `holds`."""
+        points = [HASHES[depth - 1] for depth in resumable]
+        self.below.apply_snapshot(rank.id, HASHES[:num_blocks], points, [HASHES[at] for at in files])
 
     def waits(self, rank: Registration, tokens: int, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.placement.known_cluster import BLOCK, HYBRID, LAYOUT, Router, admitted
+from services.kv.tails import carried_bytes
 from services.router.placement.rank_snapshot import Hits, RankSnapshot
 from services.values.kv import PageBooks
 from services.values.rank import Plan
@@ -84,9 +85,24 @@ def test_nothing_is_promised_that_a_rank_would_compute(subtests):
     with subtests.test("what may not be reused is not brought"):
         router = kept_by_one()
         assert router.place(reusable_tokens=1_000).chosen.reused_tokens == 1_000
-    with subtests.test("a model with states has its checkpoints in the pool alone"):
+    with subtests.test("a model with states goes on only from a checkpoint"):
         router = Router(2, 0, layout=HYBRID)
         router.keeps(router.decodes[0], 40)
+        assert router.place().chosen.brought is None
+        router.keeps(router.decodes[0], 40, resumable=(10, 30))
+        router.waits(router.decodes[0], 0, **READ)
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.brought.tokens) == (router.decodes[0].id, 30 * BLOCK)
+        state_s = carried_bytes(HYBRID, 30 * BLOCK) / 4e9
+        pages_s = 30 * HYBRID.page_bytes / 4e9
+        assert chosen.brought.bring_s == pytest.approx(pages_s + state_s)
+    with subtests.test("of a prefix in the pool the state alone is brought"):
+        router.holds(router.decodes[0], 40, 10)
+        chosen = router.place().chosen
+        assert (chosen.reused_tokens, chosen.brought.tokens) == (30 * BLOCK, 30 * BLOCK)
+        assert chosen.brought.bring_s == pytest.approx(state_s)
+    with subtests.test("a checkpoint of the pool that lies as deep needs none of it"):
+        router.holds(router.decodes[0], 40, 30)
         assert router.place().chosen.brought is None
 
 
