@@ -12,6 +12,7 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
 from services.engine.paged.model_runner import Chunk
+from services.engine.paged.shell.engine_thread import TierNews
 from services.kv.tails import carried_bytes
 from services.values.errors import Unavailable
 from services.values.rank import Plan
@@ -113,6 +114,20 @@ def evict_checkpoints(pair):
         while core_of(engine).carried.points.evict():
             pass
     return count
+
+
+async def send_below(pair):
+    """Have every rank store in its tier all that is cached, and then evict it."""
+    for engine in (*pair.decodes, *pair.prefills):
+        core = core_of(engine)
+        core.tiers.storing._room_pages = core.cache.num_pages + 1
+        async with asyncio.timeout(30):
+            engine.post(TierNews())
+            await asyncio.sleep(0.05)
+            while core.tiers.idle_s is not None or core.tiers.storing._pages or core.tiers.storing._point_of:
+                await asyncio.sleep(0.01)
+        core.cache.clear()  # Its checkpoints go with it.
+        assert not len(core.carried.points) and not core.cache.books().cached
 
 
 def new_text(length, seed):

@@ -11,8 +11,10 @@ from engine.torch.paired.families import (
     Talk,
     evict_checkpoints,
     new_text,
+    send_below,
     torch_settings,
 )
+from services.kv.tiers.wait_or_cut import Left
 from services.values.rank import Plan
 
 DEFAULT = ["qwen3_5", "gpt_oss"]  # a state, windows
@@ -95,3 +97,23 @@ async def test_turns_are_exact_in_every_shape(family, shape):
         prefill_cache=cache,
     )
     await check_conversations(settings)
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", SERVED)
+async def test_turns_are_exact_when_all_that_was_cached_has_been_in_a_tier(family, monkeypatch):
+    monkeypatch.setattr(Left, "is_worth_reading", True)
+    async with Pair(torch_settings(family, kv_tier=("memory:64MiB",), index_block=32)) as pair:
+        talk = Talk(pair)
+        await talk.turn(new_text(70, 0), Plan.LOCAL)
+        await talk.turn(new_text(43, 1), Plan.REMOTE)
+        for seed, plan in enumerate([Plan.LOCAL, Plan.REMOTE, Plan.LOCAL, Plan.REMOTE], start=2):
+            await send_below(pair)
+            held = len(talk.ids) // 32 * 32
+            answer = await talk.turn(new_text(39, seed), plan)
+            if plan is Plan.LOCAL:  # It computes: behind the last border of the prompt before.
+                assert answer.admitted.brought_tokens >= held - 32
+            else:  # It receives: it has all pages of whole blocks.
+                assert answer.admitted.decode_prefix_len == held
+        assert talk.near_ties <= MOST_NEAR_TIES
+        await pair.assert_nothing_held()
