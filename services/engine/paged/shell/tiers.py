@@ -240,7 +240,7 @@ def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[M
     left_out.add_metric([], num_left_out)
     blocks = GaugeMetricFamily(
         "isthmus_tier_blocks",
-        "Blocks of the index that tiers have room for, and that they hold.",
+        "Slots of tiers (blocks of the index, parts of checkpoints): the room, and what is held.",
         labels=["state"],
     )
     if counts is not None:
