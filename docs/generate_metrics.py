@@ -114,7 +114,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         WatchMetrics(made["router"])
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))
-        made["router"].register(TenantCollector({}))
+        made["router"].register(TenantCollector({}, dict))
         made["router"].register(ModelsCollector(Models()))
         metrics: dict[Role, RequestMetrics] = {
             Role.PREFILL: PrefillMetrics(made["prefill"], cast(PrefillEngine, _IdleEngine())),

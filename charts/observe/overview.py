@@ -245,5 +245,48 @@ def overview() -> Dashboard:
                     ),
                 ],
             ),
+            (
+                "Tenants",
+                [
+                    graph(
+                        "Tokens by tenant",
+                        "short",
+                        "Prompt tokens that ranks computed and tokens that they generated, per second, of each tenant of "
+                        "--tenants; other: of all that the file does not name.",
+                        Query(
+                            f"{_rate('isthmus_tenant_computed_tokens_total', by='tenant')} + "
+                            f"{_rate('isthmus_tenant_completion_tokens_total', by='tenant')}",
+                            "{{tenant}}",
+                        ),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Refused by limit",
+                        "reqps",
+                        "Requests refused because their tenant had reached a limit of --tenants, by tenant and limit.",
+                        Query(
+                            _rate("isthmus_tenant_refused_total", by="tenant, limit"), "{{tenant}} {{limit}}"
+                        ),
+                    ),
+                    graph(
+                        "KV held by tenant",
+                        "short",
+                        "Prompt and output tokens of each tenant's running requests, whose KV ranks hold.",
+                        Query(f"sum by (tenant) (isthmus_tenant_held_tokens{{{CLUSTER}}})", "{{tenant}}"),
+                        stacked=True,
+                    ),
+                    graph(
+                        "Hits by tenant",
+                        "percentunit",
+                        "Share of each tenant's prompt tokens that no rank had to compute.",
+                        Query(
+                            f"{_rate('isthmus_tenant_reused_tokens_total', by='tenant')} / "
+                            f"{_rate('isthmus_tenant_prompt_tokens_total', by='tenant')}",
+                            "{{tenant}}",
+                        ),
+                        maximum=1,
+                    ),
+                ],
+            ),
         ],
     )

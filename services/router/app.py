@@ -46,6 +46,7 @@ from services.router.http.routes import http_app
 from services.router.models import Models, ModelsCollector
 from services.router.models_file import ModelsFile
 from services.router.request.generation import Generator
+from services.router.request.progress import held_tokens
 from services.router.request.router_metrics import RouterMetrics
 from services.router.router_config import RouterConfig
 from services.router.served_model import Model, Surroundings, open_model, read_checkpoint
@@ -124,8 +125,10 @@ async def open_router(
         tenants = None
         if config.tenants is not None:
             tenants = Tenants(config.tenants, lambda: mirror.place_among_routers()[1])
-            registry.register(prometheus.OnLoop(TenantCollector(tenants.accounts)))
         models = Models()
+        if tenants is not None:
+            collector = TenantCollector(tenants.accounts, lambda: held_tokens(models.running))
+            registry.register(prometheus.OnLoop(collector))
         around = Surroundings(mirror, pins, tls, tenants, models.served_names, models.ended)
         models.open(await stack.enter_async_context(open_model(config, checkpoint, around, metrics)))
         checks = SuspectChecks(mirror, tls, models.dead)
@@ -133,7 +136,7 @@ async def open_router(
         further = _further_models(config, models, around, registry, failed)
         message_bytes = await stack.enter_async_context(further)
         watch = Watch(models, models.list_ranks, WatchMetrics(registry), config.max_watchers)
-        service = GenerationService(models, watch)
+        service = GenerationService(models, watch, tenants)
         largest = config.max_message_bytes or max(checkpoint.most_message_bytes, message_bytes)
         in_flight = BytesInFlight(
             config.max_bytes_in_flight, largest, metrics.message_refused, callers.tenant_by_key

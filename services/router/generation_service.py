@@ -13,7 +13,9 @@ from services.router.cluster_watch import Watch
 from services.router.dialects.dialect import MODEL
 from services.router.models import Models
 from services.router.request.generation import Explanation
-from services.values.errors import Forbidden, InvalidRequest
+from services.router.request.progress import held_tokens
+from services.router.tenants import Tenants
+from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.generation_messages import PackedIds, ReadRequest, read_request
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
@@ -35,13 +37,10 @@ def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(
-        self,
-        models: Models,
-        watch: Watch,
-    ) -> None:
+    def __init__(self, models: Models, watch: Watch, tenants: Tenants | None = None) -> None:
         self._models = models
         self._watch = watch
+        self._tenants = tenants
 
     async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
         """Write responses that are already serialized (`add_to_server`)."""
@@ -106,6 +105,17 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.ListRanksRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListRanksResponse:
         return self._models.list_ranks()
+
+    async def ListTenants(
+        self, request: generation_pb2.ListTenantsRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.ListTenantsResponse:
+        caller = callers.current()
+        if caller.tenant is None and not caller.is_operator:
+            raise Forbidden("usage is a tenant's own: this API key is neither a tenant's nor an operator's")
+        if self._tenants is None:
+            raise NotFound("this router has no file of tenants (--tenants)")
+        own = None if caller.is_operator else caller.tenant
+        return self._tenants.usage(held_tokens(self._models.running), own)
 
     async def WatchCluster(
         self, request: generation_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

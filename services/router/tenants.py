@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.observe import log_lines
@@ -32,6 +32,7 @@ from services.router.quotas import LIMITS, Limits, Quota, Refusal
 from services.router.tenant_lru import TenantLru
 from services.values.errors import ConfigError, OverLimit
 from services.values.request import MAX_ID_CHARS, Admitted, TenantShare, is_id
+from services.wire.isthmus.v1 import generation_pb2
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class Account:
         self.prompt_tokens = 0
         self.computed_tokens = 0
         self.reused_tokens = 0
-        self.output_tokens = 0
+        self.completion_tokens = 0
         self.kv_bytes_moved = 0
         self.refused = Counter[str](dict.fromkeys(LIMITS, 0))
         self._clock = clock
@@ -151,12 +152,24 @@ class Account:
     def leave(self) -> None:
         self.quota.leave()
 
+    def usage(self, held_tokens: int) -> generation_pb2.TenantUsage:
+        limits = {name: getattr(self.tenant.limits, name) for name in LIMITS}
+        return generation_pb2.TenantUsage(
+            tenant=self.tenant.name,
+            weight=self.tenant.weight,
+            running_requests=self.quota.running,
+            held_tokens=held_tokens,
+            refused=self.refused,
+            limits={name: limit for name, limit in limits.items() if limit < math.inf},
+            **{name: getattr(self, name) for name in _USAGE},
+        )
+
     def take_prompt(self, tokens: int) -> None:
         """Raises OverLimit."""
         self._check(self.quota.take_prompt(tokens, self._clock(), self._share()))
 
     def generated(self, tokens: int) -> None:
-        self.output_tokens += tokens
+        self.completion_tokens += tokens
         self.quota.take_output(tokens, self._clock(), self._share())
 
     def admitted(self, admitted: Admitted, *, is_further: bool) -> None:
@@ -224,6 +237,13 @@ class Tenants:
         self._follow()
         return self.accounts[name if name in self._tenants else OTHERS]
 
+    def usage(self, held: Mapping[str, int], tenant: str | None) -> generation_pb2.ListTenantsResponse:
+        """Return what the tenant has used, or with None what each of all has, which holds so many tokens."""
+        accounts = [*self.accounts.values()] if tenant is None else [self.account(tenant)]
+        accounts.sort(key=lambda account: account.tenant.name)
+        usages = [account.usage(held.get(account.tenant.name, 0)) for account in accounts]
+        return generation_pb2.ListTenantsResponse(tenants=usages)
+
     def _share(self) -> float:
         return 1 / self._num_routers()
 
@@ -260,10 +280,12 @@ def _read(path: Path) -> Mapping[str, Tenant]:
 
 
 class TenantCollector(Collector):
-    """Its series are bounded: a tenant that the file does not name is a part of OTHERS_LABEL."""
+    """Its series are bounded: a tenant that the file does not name is a part of OTHERS_LABEL. `held` returns
+    the tokens that each tenant's running requests hold, by its name in the file."""
 
-    def __init__(self, accounts: Mapping[str, Account]) -> None:
+    def __init__(self, accounts: Mapping[str, Account], held: Callable[[], Mapping[str, int]]) -> None:
         self._accounts = accounts
+        self._held = held
 
     def collect(self) -> Iterator[Metric]:
         refused = CounterMetricFamily(
@@ -271,7 +293,36 @@ class TenantCollector(Collector):
             "Requests refused because their tenant had reached the limit.",
             labels=("tenant", "limit"),
         )
+        used = {
+            name: CounterMetricFamily(f"isthmus_tenant_{name}", meaning, labels=("tenant",))
+            for name, meaning in _USAGE.items()
+        }
+        running, held = (
+            GaugeMetricFamily(f"isthmus_tenant_{name}", meaning, labels=("tenant",))
+            for name, meaning in _NOW.items()
+        )
+        held_now = self._held()
         for account in self._accounts.values():
+            label = account.tenant.label
             for limit, number in account.refused.items():
-                refused.add_metric((account.tenant.label, limit), number)
-        yield refused
+                refused.add_metric((label, limit), number)
+            for name, metric in used.items():
+                metric.add_metric((label,), getattr(account, name))
+            running.add_metric((label,), account.quota.running)
+            held.add_metric((label,), held_now.get(account.tenant.name, 0))
+        yield from (refused, *used.values(), running, held)
+
+
+_USAGE = {
+    "requests": "Requests of the tenant that began.",
+    "prompt_tokens": "Prompt tokens of the tenant's requests that ranks admitted; other stands for all that "
+    "--tenants does not name.",
+    "computed_tokens": "Prompt tokens of the tenant that ranks computed, for all placements.",
+    "reused_tokens": "Prompt tokens of the tenant that no rank had to compute.",
+    "completion_tokens": "Tokens generated for the tenant.",
+    "kv_bytes_moved": "KV bytes that were moved between ranks for the tenant, or pulled.",
+}
+_NOW = {
+    "running_requests": "Requests of the tenant in flight.",
+    "held_tokens": "Prompt and output tokens of the tenant's requests on ranks, which hold their KV.",
+}

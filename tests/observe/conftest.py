@@ -41,7 +41,8 @@ def watched(tmp_path_factory):
 
 
 async def _watch(folder, stack, collector):
-    lines = []
+    lines, tenants = [], folder / "tenants.json"
+    tenants.write_text('{"acme": {"weight": 4}, "labs": {"requests_per_minute": 60}}')
     shape = Shape(
         model=tiny_checkpoint("gemma3"),  # its windows' tails are carried, and it tells where it can go on
         data_dir=folder / "etcd",
@@ -60,7 +61,7 @@ async def _watch(folder, stack, collector):
             "--max-running-requests=4",
             "--speculation=lookup",
         ),
-        router_flags=("--plans=remote",),
+        router_flags=("--plans=remote", f"--tenants={tenants}"),
         ready_timeout_s=300.0,
     )
 

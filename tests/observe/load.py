@@ -36,12 +36,14 @@ async def run_load(stubs, seconds, kill_a_rank):
 async def _user(stubs, number, counts):
     rng = random.Random(number)
     system = _tokens(random.Random(number % 2), 96)  # two products share the cluster
+    tenant = ("acme", "labs")[number % 2]
     conversation = 0
     while True:
         conversation += 1
         ids = [*system, *_tokens(rng, rng.randrange(20, 200))]
         for turn in range(_TURNS):
             request = ids_request(ids, _OUTPUT_TOKENS, conversation_id=f"u{number}-{conversation}")
+            request.tenant = tenant
             # Now and then a question has to be asked again.
             with contextlib.suppress(grpc.aio.AioRpcError):
                 answer = []

@@ -424,9 +424,9 @@ class Generator:
     def _runs_few(self, tenant: str) -> bool:
         """Return whether the tenant runs at most half of its share here, by its weight, including one request
         that is not counted yet."""
-        known = {} if self._limited is None else self._limited.accounts
+        accounts: Mapping[str, Account] = {} if self._limited is None else self._limited.accounts
         weights = {
-            name: known[name].tenant.weight if name in known else 1.0
+            name: accounts[name].tenant.weight if name in accounts else 1.0
             for name in self._tenants.keys() | {tenant}
         }
         wanted = 2 * sum(weights.values()) * (self._tenants[tenant] + 1)

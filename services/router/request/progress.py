@@ -13,7 +13,8 @@ checkpoint.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -293,3 +294,13 @@ class Progress:
         self.release()
         if self.turns is not None:
             self.turns.leave(self.request.index)
+
+
+def held_tokens(running: Iterable[Progress]) -> Counter[str]:
+    """Return how many tokens the requests of each tenant that run on ranks have, whose KV these hold."""
+    held = Counter[str]()
+    for progress in running:
+        for answer in progress.answers:
+            if answer.placed is not None:
+                held[progress.request.turn_of] += answer.prompt_tokens + len(answer.output_ids)
+    return held

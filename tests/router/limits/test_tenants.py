@@ -12,11 +12,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from router.http.backend import FakeBackend, chat
 from router.request.test_generation import LosingCluster
+from services.router.callers import ANYBODY, Caller, calling
 from services.router.connections.rank_connections import DecodeRankLost
-from services.router.quotas import Limits
+from services.router.generation_service import GenerationService
+from services.router.quotas import LIMITS, Limits
 from services.router.request.generation import Generator
 from services.router.tenants import OTHERS, Tenant, TenantCollector, Tenants, read_tenants
-from services.values.errors import ConfigError, InvalidRequest, OverLimit
+from services.values.errors import ConfigError, Forbidden, InvalidRequest, NotFound, OverLimit
 from services.wire.isthmus.v1 import generation_pb2
 
 
@@ -84,7 +86,7 @@ def test_the_file_is_read_again_and_a_spoilt_one_changes_nothing(tmp_path, caplo
 def test_tenants_without_a_name_in_the_file_share_a_limit_and_a_series(tmp_path):
     path = written(tmp_path / "tenants", **{"acme": {}, "*": {"concurrent_requests": 2}})
     tenants, registry = Tenants(path, num_routers=lambda: 2), CollectorRegistry()
-    registry.register(TenantCollector(tenants.accounts))
+    registry.register(TenantCollector(tenants.accounts, dict))
     tenants.account("one").enter()
     with pytest.raises(OverLimit, match="2 allowed, of which this router has 1") as refused:
         tenants.account("two").enter()
@@ -187,6 +189,45 @@ async def test_ranks_are_told_whose_a_request_is_and_what_its_session_has_had(se
     shares = [(each.share.tenant, each.share.weight, each.share.session_tokens) for each in told]
     # The rank says that it computed one token of each prompt, and generates one.
     assert shares == [("acme", 4, 0), ("acme", 4, 2), ("acme", 4, 0), ("acme", 4, 0), (OTHERS, 1, 0)]
+
+
+async def test_what_a_tenant_has_used(served, subtests):
+    generator, _ = served(acme={"weight": 4, "concurrent_requests": 1})
+    running = generator.generate(generation_pb2.GenerateRequest(text="abc", tenant="acme"))
+    await anext(running)
+    with pytest.raises(OverLimit):
+        await ask(generator)
+    used = generation_pb2.TenantUsage(
+        tenant="acme",
+        weight=4,
+        running_requests=1,
+        held_tokens=4,  # a prompt of three, and one generated
+        requests=1,
+        prompt_tokens=1,  # as the rank reports it
+        computed_tokens=1,
+        completion_tokens=1,
+        refused=dict.fromkeys(LIMITS, 0) | {"concurrent_requests": 1},
+        limits={"concurrent_requests": 1},
+    )
+    others = generation_pb2.TenantUsage(tenant=OTHERS, weight=1, refused=dict.fromkeys(LIMITS, 0))
+    service = GenerationService(generator, None, generator._limited)
+    for caller, wanted in [
+        (ANYBODY, [others, used]),
+        (Caller("acme"), [used]),
+        (Caller("labs"), [others]),
+        (Caller("acme", is_operator=True), [others, used]),
+    ]:
+        with subtests.test("usage", caller=caller), calling(caller):
+            answer = await service.ListTenants(generation_pb2.ListTenantsRequest(), None)
+            assert list(answer.tenants) == wanted
+    with subtests.test("a key of neither"), calling(Caller()), pytest.raises(Forbidden):
+        await service.ListTenants(generation_pb2.ListTenantsRequest(), None)
+    await running.aclose()
+    with calling(Caller("acme")):
+        (used,) = (await service.ListTenants(generation_pb2.ListTenantsRequest(), None)).tenants
+    assert (used.running_requests, used.held_tokens) == (0, 0)
+    with subtests.test("a router without the file"), pytest.raises(NotFound, match="--tenants"):
+        await GenerationService(generator, None).ListTenants(generation_pb2.ListTenantsRequest(), None)
 
 
 def test_who_runs_few_for_its_weight_is_not_refused_for_load(served):

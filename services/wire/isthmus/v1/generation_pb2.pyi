@@ -492,6 +492,58 @@ class ListRanksResponse(_message.Message):
     degraded: str
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., staleness_s: _Optional[float] = ..., degraded: _Optional[str] = ...) -> None: ...
 
+class ListTenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "weight", "running_requests", "held_tokens", "requests", "prompt_tokens", "computed_tokens", "reused_tokens", "completion_tokens", "kv_bytes_moved", "refused", "limits")
+    class RefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class LimitsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    weight: float
+    running_requests: int
+    held_tokens: int
+    requests: int
+    prompt_tokens: int
+    computed_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+    kv_bytes_moved: int
+    refused: _containers.ScalarMap[str, int]
+    limits: _containers.ScalarMap[str, float]
+    def __init__(self, tenant: _Optional[str] = ..., weight: _Optional[float] = ..., running_requests: _Optional[int] = ..., held_tokens: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., refused: _Optional[_Mapping[str, int]] = ..., limits: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...
+
 class WatchClusterRequest(_message.Message):
     __slots__ = ("interval_s", "tenant", "all_tenants", "no_candidates")
     INTERVAL_S_FIELD_NUMBER: _ClassVar[int]

@@ -69,6 +69,11 @@ class GenerationStub:
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/isthmus.v1.Generation/ListTenants',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
         self.WatchCluster = channel.unary_stream(
                 '/isthmus.v1.Generation/WatchCluster',
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterRequest.SerializeToString,
@@ -129,6 +134,14 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """What tenants have used of this router since its start: an operator's key sees all, a tenant's its own. Errors:
+        NOT_FOUND this router has no file of tenants (--tenants); PERMISSION_DENIED a key of neither.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchCluster(self, request, context):
         """What happens, as it happens: ranks as they change, a tenant's requests as they begin and end, and nothing of what
         those say. Requests that are refused at the door are not among them. It ends when the router stops. Errors:
@@ -175,6 +188,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ListRanks,
                     request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.SerializeToString,
             ),
             'WatchCluster': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCluster,
@@ -371,6 +389,33 @@ class Generation:
             '/isthmus.v1.Generation/ListRanks',
             isthmus_dot_v1_dot_generation__pb2.ListRanksRequest.SerializeToString,
             isthmus_dot_v1_dot_generation__pb2.ListRanksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Generation/ListTenants',
+            isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,
