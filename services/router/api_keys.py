@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -38,7 +38,14 @@ log = logging.getLogger(__name__)
 
 NO_KEY = "no API key was given; send it as `Authorization: Bearer KEY`"
 WRONG_KEY = "the API key is not one of this server's"
-REASONS = {NO_KEY: "no_key", WRONG_KEY: "wrong_key"}
+BAD_TOKEN = "the token is not one that this server accepts"
+EXPIRED_TOKEN = "the token has expired"
+REASONS = {
+    NO_KEY: "no_key",
+    WRONG_KEY: "wrong_key",
+    BAD_TOKEN: "bad_token",
+    EXPIRED_TOKEN: "expired_token",
+}
 FRONTS = ("http", "grpc")
 _LOG_EVERY_S = 10.0  # Somebody who guesses keys must not fill the log.
 
@@ -120,15 +127,26 @@ Stamp = tuple[int, int, int]
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
+class TokenCallers(Protocol):
+    def caller(self, token: str) -> Caller:
+        """Return the token's caller. Raises Unauthenticated."""
+
+
 class ApiKeys:
     """The constructor raises ConfigError when the file cannot be read or parsed, or has no key. The file
-    is ASCII."""
+    is ASCII. What is no key of it may be one of `tokens`, without which there must be a file."""
 
-    def __init__(self, path: Path, refusals: KeyRefusals | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        refusals: KeyRefusals | None = None,
+        tokens: TokenCallers | None = None,
+    ) -> None:
         self.refusals = refusals or KeyRefusals()
         self._path = path
-        self._stamp: Stamp | None = stamp_of(path)  # With None the file is read again.
-        self._callers = _read(path)  # The keys are digests.
+        self._tokens = tokens
+        self._stamp: Stamp | None = None if path is None else stamp_of(path)  # With None it is read again.
+        self._callers = {} if path is None else _read(path)  # The keys are digests.
         self._problem = ""  # This says why no key is valid.
 
     def check(self, authorization: str | None) -> Caller:
@@ -139,6 +157,8 @@ class ApiKeys:
             raise Unauthenticated(NO_KEY)
         shown = digest(key.strip())
         fitting = [known for known in self._callers if hmac.compare_digest(shown, known)]  # All are compared.
+        if not fitting and self._tokens is not None and key.count(".") == 2:
+            return self._tokens.caller(key.strip())
         if not fitting:
             raise Unauthenticated(WRONG_KEY)
         return self._callers[fitting[0]]
@@ -150,6 +170,8 @@ class ApiKeys:
             return False
 
     def _follow(self) -> None:
+        if self._path is None:
+            return
         stamp = stamp_of(self._path)
         if stamp is not None and stamp == self._stamp:
             return

@@ -29,7 +29,7 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info, log_lines, prometheus, traces
 from services.process.events import first_of
 from services.router import callers
-from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals
+from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals, TokenCallers
 from services.router.cluster import Cluster
 from services.router.cluster_watch import Watch, WatchMetrics
 from services.router.connections.rank_health import SuspectChecks
@@ -105,8 +105,9 @@ async def open_router(
     metrics = RouterMetrics(registry, config.served_name)
     checkpoint = read_checkpoint(config)
     api_keys = None
-    if config.api_key_file is not None:
-        api_keys = ApiKeys(config.api_key_file, KeyRefusals(metrics.unauthenticated))
+    if config.api_key_file is not None or config.jwks_file is not None:
+        refusals, tokens = KeyRefusals(metrics.unauthenticated), _tokens(config)
+        api_keys = ApiKeys(config.api_key_file, refusals, tokens)
     tls = config.tls()
     async with AsyncExitStack() as stack:
         process = traces.Process("router", name, config.cluster)
@@ -213,6 +214,15 @@ async def _further_models(
     file = ModelsFile(config.models, config, models, opened, around.mirror.ranks.values)
     async with file.serving(), _background(file.run(), failed):
         yield most_bytes
+
+
+def _tokens(config: RouterConfig) -> TokenCallers | None:
+    if config.jwks_file is None:
+        return None
+    from services.router.tokens import TokenRules, Tokens  # What it needs takes time to import.
+
+    rules = TokenRules(config.jwt_audience, config.jwt_issuer, config.jwt_tenant_claim)
+    return Tokens(config.jwks_file, rules)
 
 
 def _further_metrics(models: Models, labels: Mapping[str, str]) -> list[prometheus.Part]:

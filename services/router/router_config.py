@@ -229,6 +229,15 @@ class RouterConfig(ClusterConfig):
         "again when it changes",
     )
 
+    jwks_file: Path | None = setting(
+        None,
+        "public keys (JWKS) of tokens (JWT) that are accepted beside API keys; read again when it changes",
+    )
+
+    jwt_audience: str = setting("", "audience (aud) that tokens must name; default: any")
+    jwt_issuer: str = setting("", "issuer (iss) that tokens must name; default: any")
+    jwt_tenant_claim: str = setting("tenant", "claim of a token that names its tenant")
+
     tenants: Path | None = setting(
         None,
         "JSON file of tenants: weight, limits, highest priority and cache salt of each; read again when it "
@@ -244,6 +253,8 @@ class RouterConfig(ClusterConfig):
         ClusterConfig.__post_init__(self)
         check_port("--port", self.port)
         check_port("--http-port", self.http_port)
+        if self.jwks_file is None and (self.jwt_audience or self.jwt_issuer):
+            raise ConfigError("--jwt-audience and --jwt-issuer need --jwks-file, which turns tokens on")
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
 

@@ -1,0 +1,117 @@
+"""JSON Web Tokens name tenants beside API keys: a provider signs them, and a file has its public keys.
+
+    {"kid": "2026-11", "alg": "RS256"}.{"tenant": "acme", "exp": 1796000000, ...}.signature
+
+A token is accepted until it expires if a key of the file (a JWKS) has signed it and, where the router is told
+them, its audience and issuer fit. The file is followed as that of API keys is: while it cannot be read no
+token is accepted.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jwt
+
+from services.observe import log_lines
+from services.router.api_keys import BAD_TOKEN, EXPIRED_TOKEN, Stamp, digest, stamp_of
+from services.router.callers import Caller
+from services.values.errors import ConfigError, Unauthenticated
+from services.values.request import is_id
+
+log = logging.getLogger(__name__)
+
+# With a symmetric key whoever can check a token can make one.
+_ALGORITHMS = frozenset(f"{family}{bits}" for family in ("RS", "PS", "ES") for bits in (256, 384, 512)) | {
+    "EdDSA"
+}
+_MOST_KNOWN = 4096  # Checking a signature takes a tenth of a millisecond, and clients repeat their tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    audience: str = ""
+    issuer: str = ""
+    tenant_claim: str = "tenant"
+
+
+class Tokens:
+    """The constructor raises ConfigError when the file cannot be read, or has no key that may sign."""
+
+    def __init__(self, path: Path, rules: TokenRules, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._rules = rules
+        self._clock = clock
+        self._stamp: Stamp | None = stamp_of(path)
+        self._keys = _read(path)
+        self._known: dict[bytes, tuple[Caller, float]] = {}  # It has when each token expires.
+        self._problem = ""
+
+    def caller(self, token: str) -> Caller:
+        """Return the token's caller. Raises Unauthenticated."""
+        self._follow()
+        key = digest(token)
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._checked(token)
+        caller, expires_s = self._known[key]
+        if self._clock() >= expires_s:
+            raise Unauthenticated(EXPIRED_TOKEN)
+        return caller
+
+    def _checked(self, token: str) -> tuple[Caller, float]:
+        try:
+            key = self._key_of(jwt.get_unverified_header(token))
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=[key.algorithm_name],
+                audience=self._rules.audience or None,
+                issuer=self._rules.issuer or None,
+                # This looks at the time itself, at each use of a token.
+                options={"require": ["exp"], "verify_exp": False, "verify_aud": bool(self._rules.audience)},
+            )
+            expires_s = float(claims["exp"])
+        except (jwt.PyJWTError, KeyError, TypeError, ValueError) as error:
+            raise Unauthenticated(BAD_TOKEN) from error
+        tenant = claims.get(self._rules.tenant_claim)
+        if not (isinstance(tenant, str) and tenant and is_id(tenant)):
+            raise Unauthenticated(BAD_TOKEN)
+        return Caller(tenant), expires_s
+
+    def _key_of(self, header: Mapping[str, Any]) -> jwt.PyJWK:
+        """Return the key that the token names, or the only one where it names none. Raises KeyError."""
+        if "kid" not in header and len(self._keys) == 1:
+            return next(iter(self._keys.values()))
+        return self._keys[header["kid"]]
+
+    def _follow(self) -> None:
+        stamp = stamp_of(self._path)
+        if stamp is not None and stamp == self._stamp:
+            return
+        self._known.clear()
+        try:
+            self._keys, self._stamp, self._problem = _read(self._path), stamp, ""
+        except ConfigError as error:
+            self._keys, self._stamp = {}, None
+            if str(error) != self._problem:
+                log_lines.event(log, "token_keys_revoked", level=logging.ERROR, error=str(error))
+            self._problem = str(error)
+        else:
+            log_lines.event(log, "token_keys_read", keys=len(self._keys))
+
+
+def _read(path: Path) -> Mapping[str, jwt.PyJWK]:
+    """Return the keys that may sign, by their ids."""
+    try:
+        read = jwt.PyJWKSet.from_json(path.read_text(encoding="utf-8")).keys
+    except (OSError, ValueError, TypeError, AttributeError, jwt.PyJWTError) as error:
+        raise ConfigError(f"--jwks-file: {path}: {error}") from error
+    keys = {key.key_id or "": key for key in read if key.algorithm_name in _ALGORITHMS}
+    if not keys:
+        raise ConfigError(f"--jwks-file: {path} holds no public key")
+    return keys
