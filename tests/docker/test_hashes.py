@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 REPOSITORY = Path(__file__).parents[2]
 MADE_OF = {
     **{f"{path.stem}.txt": path.name for path in REPOSITORY.glob("constraints*.txt")},

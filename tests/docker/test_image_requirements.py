@@ -6,7 +6,10 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+
+pytestmark = pytest.mark.long
 
 REPOSITORY = Path(__file__).parents[2]
 # They differ by target. nixl asks for both of its builds; nobody imports setuptools.

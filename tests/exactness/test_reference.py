@@ -17,6 +17,8 @@ from exactness.reference import (
     reference_generation,
 )
 
+pytestmark = pytest.mark.long
+
 PROMPT, ANSWER, PARTING = random_prompt(60, seed=1), 20, 6
 
 

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from services.host.child_processes import dying_with_us
+
+pytestmark = pytest.mark.long
 
 _PARENT = """
 import subprocess, sys, time

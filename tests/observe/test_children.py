@@ -1,8 +1,11 @@
 """Children are looked up once, and are the metric's own."""
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from services.observe.prometheus import Children
+
+pytestmark = pytest.mark.long
 
 
 def test_a_child_is_asked_for_once_and_counts_for_the_metric(monkeypatch):

@@ -2,8 +2,12 @@
 
 import re
 
+import pytest
+
 from observe.boards import ALERTS, BOARDS, PANELS, REPOSITORY, RULES, metrics_in
 from services.router.request.stages import STAGES
+
+pytestmark = pytest.mark.long
 
 GRAPHS = [panel for panel in PANELS if panel.json["type"] == "timeseries"]
 RUNBOOKS = (REPOSITORY / "docs/runbooks.md").read_text()

@@ -4,6 +4,10 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 SERVICES = Path(__file__).parents[2] / "services"
 METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log", "event")
 NAME = re.compile(r"[a-z]+(_[a-z]+)*")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from services.observe.json_lines import FLAG, json_line
 
+pytestmark = pytest.mark.long
+
 GRPC = "I1122 06:38:49.020359   10716 chttp2_transport.cc:1403] ipv4:127.0.0.1:44529: Got goaway [2]"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from services.observe import log_lines
 
+pytestmark = pytest.mark.long
+
 logger = logging.getLogger("services.somewhere")
 
 

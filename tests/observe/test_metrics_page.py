@@ -13,6 +13,8 @@ from net.ipv6 import LOOPBACKS, needs_ipv6
 from services.observe import prometheus
 from services.values.errors import ConfigError
 
+pytestmark = pytest.mark.long
+
 
 def page_at(url, accept):
     request = urllib.request.Request(url, headers={"Accept": accept})

@@ -1,10 +1,13 @@
 """As prometheus_client's, told of each value as often as it came."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
 from services.observe.prometheus import RepeatedHistogram
+
+pytestmark = pytest.mark.long
 
 BOUNDS = (0.25, 0.5, 1.0, 5.0)
 

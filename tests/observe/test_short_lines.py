@@ -2,7 +2,11 @@
 
 import io
 
+import pytest
+
 from services.observe.log_lines import LogLine, is_colored, read_line
+
+pytestmark = pytest.mark.long
 
 LINE = (
     "2026-11-22T02:23:59.112Z INFO decode/0 services.rank.main rank_ready rank=decode/0 "

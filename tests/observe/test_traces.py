@@ -13,6 +13,8 @@ from observe.otlp_collector import running_collector
 from services.observe import traces
 from services.values.errors import NoCapacity
 
+pytestmark = pytest.mark.long
+
 ROUTER = traces.Process("router", "router-0", "default")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

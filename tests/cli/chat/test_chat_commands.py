@@ -13,6 +13,8 @@ from services.cli.conversation import ChatTurn
 from services.net import channels
 from services.values.errors import InvalidRequest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 async def session():

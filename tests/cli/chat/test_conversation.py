@@ -2,10 +2,14 @@
 
 from itertools import count
 
+import pytest
+
 from cli.chat.turns import answered, finish, plain_answer
 from services.cli.chat import ChatConfig, _sampling
 from services.cli.conversation import ChatTurn, Conversation
 from services.wire.isthmus.v1 import common_pb2
+
+pytestmark = pytest.mark.long
 
 
 def conversation(**fields):

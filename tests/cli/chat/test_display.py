@@ -2,10 +2,14 @@
 
 import io
 
+import pytest
+
 from cli.chat.turns import answered, finish
 from services.cli.chat_terminal import Plain, Terminal, visible
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+pytestmark = pytest.mark.long
 
 PIECES = (
     {"reasoning": "Let me "},

@@ -11,6 +11,8 @@ from services.cli.chat_terminal import Plain
 from services.net import channels
 from services.wire.isthmus.v1 import generation_pb2
 
+pytestmark = pytest.mark.long
+
 
 async def never():
     await asyncio.get_running_loop().create_future()

@@ -1,7 +1,11 @@
 """An answer from its responses, and what goes back of it."""
 
+import pytest
+
 from cli.chat.turns import answered, finish, plain_answer
 from services.wire.isthmus.v1.generation_pb2 import ToolCallDelta
+
+pytestmark = pytest.mark.long
 
 
 def test_an_answer_and_how_it_goes_back(subtests):

@@ -1,8 +1,12 @@
 """What is told of turns."""
 
+import pytest
+
 from cli.chat.turns import answered, finish, plain_answer
 from services.cli.conversation import ChatTurn, placed, statistics, summary
 from services.wire.isthmus.v1 import common_pb2
+
+pytestmark = pytest.mark.long
 
 
 def test_figures_of_a_turn(subtests):

@@ -10,6 +10,8 @@ from services.cli.look.cluster_picture import Picture
 from services.cli.look.top_drawing import ASCII, draw
 from services.wire.isthmus.v1 import common_pb2
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def picture():

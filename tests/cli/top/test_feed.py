@@ -9,6 +9,8 @@ from services.cli.look.top import Away, News, follow
 from services.values.errors import Forbidden, InvalidRequest, PeerFailed, Unauthenticated
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
 
+pytestmark = pytest.mark.long
+
 
 def failure(code, details="no"):
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=details)

@@ -1,8 +1,11 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
 from services.cli.look.top_drawing import ASCII, BLOCKS, Bar, Column, grid
+
+pytestmark = pytest.mark.long
 
 columns = st.builds(
     Column,

@@ -1,6 +1,10 @@
+import pytest
+
 from cli.top.cluster_news import D0, D1, finished, first, rank, running
 from services.cli.look.cluster_picture import Picture
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
+
+pytestmark = pytest.mark.long
 
 
 def names(picture):

@@ -8,6 +8,8 @@ from cli.top.cluster_news import D0, D1, P0, finished
 from services.cli.look.cluster_picture import RecentRequests, Totals, name_of, percentile
 from services.wire.isthmus.v1 import common_pb2
 
+pytestmark = pytest.mark.long
+
 
 def test_totals_and_hits(subtests):
     with subtests.test("a window without requests has nothing to tell"):

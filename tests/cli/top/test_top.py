@@ -19,6 +19,8 @@ from services.values.errors import PeerFailed
 from services.wire.isthmus.v1 import generation_pb2_grpc
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterResponse
 
+pytestmark = pytest.mark.long
+
 
 class Router(generation_pb2_grpc.GenerationServicer):
     """Tells two responses, then nothing until the call ends."""

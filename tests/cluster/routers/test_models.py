@@ -11,6 +11,8 @@ from cluster.harness import FakeCluster, ids_request, prompt_of
 from services.router.models import side_key, sides
 from services.wire.isthmus.v1 import generation_pb2
 
+pytestmark = pytest.mark.long
+
 WEIGHTS = {"fake": 80, "next": 20}
 
 

@@ -2,9 +2,13 @@
 
 import re
 
+import pytest
+
 from router.http.backend import FakeBackend, client
 from services.router.api_keys import ApiKeys
 from services.router.http.page import STATIC, Page, page_files
+
+pytestmark = pytest.mark.long
 
 PAGE = Page()
 

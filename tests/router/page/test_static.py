@@ -5,10 +5,13 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 import services
 from services.router.http.page import STATIC, page_files
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(services.__file__).parents[1]
 VENDOR = STATIC / "vendor"
