@@ -32,11 +32,11 @@ from services.net.certificates import CertificateCollector
 from services.observe import build_info
 from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMetrics, RequestMetrics
 from services.router.cluster import Cluster
-from services.router.cluster_watch import WatchMetrics
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.models import Models, ModelsCollector
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.tenants import TenantCollector
+from services.router.watch_cluster import WatchMetrics
 from services.values.kv import KvLayout
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import RankLoad, Registration

@@ -10,7 +10,7 @@
     grant:     holds a checkpoint's units while others read them --> close
 
 Rule 1: in each pool enough units are set aside for each open sequence to go on by one token, at any position.
-        For all chunks of a step together, the extra units that one chunk of full size needs are set aside.
+        Chunks of more tokens need more; for all of a step together, what one of full size needs is set aside.
         So a sequence always gets the units that it needs: for it checkpoints are evicted first, then what
         other sequences have saved, but never a sequence. A sequence that rests, or is in quarantine, does not
         go on: for it only the units that it holds are set aside.

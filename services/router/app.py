@@ -31,7 +31,6 @@ from services.process.events import first_of
 from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor, KeyRefusals, TokenCallers
 from services.router.cluster import Cluster
-from services.router.cluster_watch import Watch, WatchMetrics
 from services.router.connections.rank_health import SuspectChecks
 from services.router.generation_service import (
     GENERATE,
@@ -51,6 +50,7 @@ from services.router.request.router_metrics import RouterMetrics
 from services.router.router_config import RouterConfig
 from services.router.served_model import Model, Surroundings, open_model, read_checkpoint
 from services.router.tenants import TenantCollector, Tenants
+from services.router.watch_cluster import Watch, WatchMetrics
 from services.settings.named_models import resolved
 from services.values.errors import ConfigError, root_cause
 

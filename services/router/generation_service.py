@@ -9,12 +9,12 @@ from services.net import servers
 from services.observe import traces
 from services.router import callers
 from services.router.cluster_messages import all_candidates
-from services.router.cluster_watch import Watch
 from services.router.dialects.dialect import MODEL
 from services.router.models import Models
 from services.router.request.generation import Explanation
 from services.router.request.progress import held_tokens
 from services.router.tenants import Tenants
+from services.router.watch_cluster import Watch
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.generation_messages import PackedIds, ReadRequest, read_request
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc

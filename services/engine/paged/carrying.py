@@ -8,7 +8,7 @@ A border is a position at which a sequence is to keep a checkpoint.
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
-from services.engine.paged.batch import computes_next_page_of, computes_towards
+from services.engine.paged.chunks import computes_next_page_of, computes_towards
 from services.engine.paged.core_events import Reserved, Wanted
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.carried_cache import CarriedCache

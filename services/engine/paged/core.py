@@ -13,8 +13,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from services.engine.paged.admitting import Limits
-from services.engine.paged.batch import chunk_of, lacks_slot
 from services.engine.paged.carrying import Carrying
+from services.engine.paged.chunks import chunk_of, lacks_slot
 from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Wanted
 from services.engine.paged.core_reports import Reports, StepFigures
 from services.engine.paged.draft_chances import DraftCounts

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from services.engine.paged import sequence
-from services.engine.paged.batch import chunk_of, most_drafts, usable_drafts
 from services.engine.paged.carrying import Carrying
+from services.engine.paged.chunks import chunk_of, most_drafts, usable_drafts
 from services.engine.paged.draft_chances import Acceptance, Candidate, StepCost, share_rounds, share_rows
 from services.engine.paged.draft_sources import Guess, Guesser, OwnNgrams, Siblings, Source
 from services.engine.paged.model_runner import Chunk, DraftModel, ModelRunner, Proposal

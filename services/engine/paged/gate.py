@@ -76,11 +76,9 @@ class Gate:
         self._rate = QueueRate()
         self._output_estimate = OutputEstimate(limits.expected_output)
         self._news = 0
-        self._blocked_at = (
-            -1,
-            True,
-            True,
-        )  # No sequence could be admitted at this count of news, though these two kinds were allowed.
+        # Nothing could be admitted at this count of news. The others tell whether sequences that receive
+        # their KV, and those that compute it here, were allowed then.
+        self._blocked_at = (-1, True, True)
         # At this count of news, an exchange of these two sequences would not have freed enough.
         self._no_exchange: tuple[int, Sequence, Sequence] | None = None
         self.reserved_pages = 0  # These are for the growth of running sequences, as of the last look.

@@ -75,7 +75,7 @@ class Sequence:
     pages: SequencePages | None = None
     carried: SequenceCarried | None = None  # It is set while it has pages.
     computed: int = 0  # It counts tokens.
-    stored: int = 0  # The K and V of these tokens were in its pages before, so it must not write them.
+    stored: int = 0  # The K and V of so many tokens came with its pages, so it must not write them.
     borders: list[int] = field(default_factory=list)  # It keeps checkpoints at these positions, which ascend.
     # It has the last common border with each sequence that was computing when this one began to, or later.
     common: "dict[Sequence, int]" = field(default_factory=dict)

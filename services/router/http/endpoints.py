@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response
 from services.observe import build_info
 from services.observe.prometheus import MetricsPage
 from services.router import callers
-from services.router.cluster_watch import Pace, Watch
 from services.router.dialects import messages_answer as anthropic
 from services.router.dialects.dialect import TENANT, Event, Json
 from services.router.dialects.http_errors import error_object
@@ -24,6 +23,7 @@ from services.router.dialects.responses_answer import ResponseStore
 from services.router.http.body_reader import BodyReader
 from services.router.http.event_stream import EventStream, sse
 from services.router.models import Models
+from services.router.watch_cluster import Pace, Watch
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import (
     GenerateRequest,

@@ -25,8 +25,8 @@ from services.router.dialects.json_body import InvalidParameter
 from services.router.http.body_reader import BodyReader, read_timeout_s
 from services.router.http.event_stream import COMMENT, EventStream, sse, until_disconnect
 from services.router.models import Models
+from services.router.request.answers import HeldLogprobs, merged
 from services.router.request.generation import Generator
-from services.router.request.several_answers import HeldLogprobs, merged
 from services.values.errors import Aborted, Forbidden, InvalidRequest, NotFound, ProtocolError
 from services.wire.generation_messages import JoinedResponses, PackedIds
 from services.wire.isthmus.v1.common_pb2 import FINISH_REASON_ABORTED

@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.net.bytes_in_flight import BytesInFlight
 from services.observe.prometheus import MetricsPage
 from services.router.api_keys import ApiKeys
-from services.router.cluster_watch import Watch
 from services.router.dialects.choice_formats import AnswerFormat, ChatFormat, CompletionFormat
 from services.router.dialects.dialect import MODEL, REQUEST_ID, Answer, Dialect, Envelope, Words
 from services.router.dialects.messages_answer import MessageAnswer
@@ -44,6 +43,7 @@ from services.router.http.middleware import (
 )
 from services.router.http.page import Page
 from services.router.models import Models
+from services.router.watch_cluster import Watch
 from services.values.errors import IsthmusError
 
 _STORED_RESPONSES = 10_000

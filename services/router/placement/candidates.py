@@ -4,7 +4,7 @@ A request waits for free pages at the decode rank (`room`), and for the prompts 
 own:
 
     remote   room(D) + compute(P)        it reaches the prefill rank when its pages at D are allocated
-    local    max(room(D), compute(D))    the prompts that wait for pages at D are counted in compute(D) too
+    local    max(room(D), compute(D))    compute(D) counts the prompts that wait for pages at D, too
 
 If a cluster accepts more than it can serve, all requests wait until their deadlines end them, and the work is
 lost. So admission control refuses a request that would wait too long, and says after which time the client

@@ -213,9 +213,10 @@ class Placer:
         return self._insured(place(request, decodes, prefills, bandwidth, weights, tie), holders)
 
     def _insured(self, decision: Decision, holders: Sequence[Holder]) -> Decision:
-        """Add a source where none was chosen because the computing rank is predicted to hold the prompt.
+        """Add a source to a decision that has none because it relies on a prediction.
 
-        If the prediction is right, the rank does not use the source.
+        The index does not say yet that the computing rank holds the prompt. If it does, the source is not
+        used.
         """
         chosen = decision.chosen
         computing = chosen.prefill or chosen.decode

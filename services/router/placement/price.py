@@ -13,8 +13,9 @@ Transfer is priced by the tokens that the decode rank lacks, and compute by wher
 on. In models with window tails and states beside full attention's pages, it may have to go on before the end
 of its hit. This per-request state (`carried`) is sent after the last chunk is computed.
 
-Requests that wait at a rank for what it holds, while others have less to do, pay for a copy: once they have
-waited as long as it takes to compute, the next one computes it. `occupy` is less by what they have paid.
+Many requests may wait at the one rank that holds their prefix, while other ranks are idle. Their waits are
+added up, and the sum is taken off the price (`occupy`) of computing that prefix on another rank. So once they
+have waited as long as that takes, the next request goes there and leaves a copy.
 
 What a rank evicts will be computed again, or brought up again where its tiers keep it, if that is faster.
 

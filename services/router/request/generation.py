@@ -25,12 +25,12 @@ from services.router.cluster import Cluster, Explained
 from services.router.parsing.parser_choice import ParserChoice
 from services.router.placement.candidates import allowed_wait_s
 from services.router.request import story
+from services.router.request.answers import answers_to, counts_of
 from services.router.request.client_request import ClientRequest
 from services.router.request.failover import AnswerContext
 from services.router.request.parsers import Parsers
 from services.router.request.progress import Progress
 from services.router.request.router_metrics import RouterMetrics
-from services.router.request.several_answers import answers_to, counts_of
 from services.router.request.story import attributes_of, log_request
 from services.router.tenants import OTHERS, Account, Tenant, Tenants
 from services.router.text.answer_ends import banned_ids

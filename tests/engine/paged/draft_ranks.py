@@ -6,7 +6,7 @@ import pytest
 
 from services.engine.fake_draft import FakeDraftingRunner
 from services.engine.paged import drafters
-from services.engine.paged.batch import chunk_of
+from services.engine.paged.chunks import chunk_of
 from services.engine.paged.draft_chances import StepCost
 from services.engine.paged.model_runner import Proposal
 

@@ -5,9 +5,9 @@ import json
 import time
 
 from router.http.backend import DEADLINE_S, FakeBackend, app_of, client
-from services.router.cluster_watch import Pace
 from services.router.http import endpoints
 from services.router.http.endpoints import _events
+from services.router.watch_cluster import Pace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import (

@@ -17,8 +17,8 @@ from services.net import channels, grpc_errors, servers
 from services.net.bytes_in_flight import BytesInFlight
 from services.router import callers
 from services.router.api_keys import ApiKeys, GrpcDoor
-from services.router.cluster_watch import Watch
 from services.router.generation_service import GENERATE, GenerationService, add_to_server, generate_handler
+from services.router.watch_cluster import Watch
 from services.values.errors import Forbidden, Unauthenticated
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 

@@ -1,6 +1,6 @@
 import pytest
 
-from services.router.request.several_answers import counts_of
+from services.router.request.answers import counts_of
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 

@@ -1,8 +1,7 @@
 import pytest
 
-from services.router.request import several_answers
+from services.router.request.answers import BestAnswers
 from services.router.request.client_request import ClientRequest
-from services.router.request.several_answers import BestAnswers
 from services.values.errors import InvalidRequest
 from services.values.request import SamplingParams
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
@@ -59,7 +58,7 @@ async def test_the_most_probable_on_average_come_first_and_what_the_others_took_
 
 
 async def test_of_the_many_that_were_asked_for_no_more_are_held_than_for_any_whole(monkeypatch):
-    monkeypatch.setattr(several_answers, "MOST_HELD", 5)
+    monkeypatch.setattr("services.router.request.answers.MOST_HELD", 5)
     with pytest.raises(InvalidRequest, match="5 of them"):
         await best(1)
     assert len(await best(1, tells_logprobs=False)) == 1

@@ -1,7 +1,7 @@
 import pytest
 
 from router.dialects.prompts_told import scored
-from services.router.request.several_answers import HeldLogprobs
+from services.router.request.answers import HeldLogprobs
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import GenerateResponse
 

@@ -3,7 +3,7 @@ from contextlib import aclosing
 
 import pytest
 
-from services.router.request.several_answers import merged
+from services.router.request.answers import merged
 
 
 class Source:

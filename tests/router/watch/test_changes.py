@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.cluster_watch import Changes, Shown
+from services.router.watch_cluster import Changes, Shown
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import RankStatus
 

@@ -6,7 +6,7 @@ from contextlib import aclosing
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.router.cluster_watch import Watch, WatchMetrics, WatchOptions
+from services.router.watch_cluster import Watch, WatchMetrics, WatchOptions
 from services.values.errors import NoCapacity, Unavailable
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import ListRanksResponse, RankStatus

@@ -1,6 +1,6 @@
 import pytest
 
-from services.router.cluster_watch import Pace
+from services.router.watch_cluster import Pace
 
 
 def test_a_turn_is_followed_by_a_rest_that_makes_it_a_share():

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from services.router.cluster_watch import finished_request, running_request
 from services.router.request.response_stream import finish_of
+from services.router.watch_cluster import finished_request, running_request
 from services.values.rank import Plan
 from services.values.request import FinishReason
 from services.wire.generation_messages import PackedIds

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.cluster_watch import Ring
+from services.router.watch_cluster import Ring
 
 
 @given(st.integers(1, 4), st.lists(st.sampled_from(["put", "put", "put", "take"])))

@@ -1,7 +1,7 @@
 import pytest
 
 from services.router.callers import ANYBODY, Caller
-from services.router.cluster_watch import WatchOptions, read_watch_options
+from services.router.watch_cluster import WatchOptions, read_watch_options
 from services.values.errors import Forbidden, InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import WatchClusterRequest
 

@@ -124,7 +124,7 @@ class PagedDecodeEngine(TransferringEngine):
             self.post(Submit(seq))
             try:
                 reserved = await _next(mailbox, Reserved)
-                # That event is reported with a step's others, so its first part has been computed by then.
+                # Events come at the end of a step, so a first chunk of the prompt may be computed by now.
                 queue_s, received = constraint_s + reserved.queue_s, None
                 pulled = await self.pull(seq, mailbox, reserved)
                 if remote_prefill is not None:

@@ -1,8 +1,9 @@
 """Attention needs these facts about a step, which are computed once for all layers of a reach.
 
 A table from the start has each layer's place, and how far back it sees. Pool 0 belongs to full attention and
-pool i to a windowed group, with the pages of tails[i - 1]. A reach is a pool and what its tokens see; a step
-is planned once for each. A layer's place is its reach, and its index among the pool's layers.
+pool i to a windowed group, with the pages of tails[i - 1]. A reach is a pair: a pool, and how far back a
+token sees in it. All layers of one reach share one plan of the step. A layer's place is its reach, and its
+number among the layers of that pool.
 
 A model all of whose layers have a window stores them in pool 0, whole: there a window only masks.
 """

@@ -189,8 +189,8 @@ def _layers_of(model: PreTrainedModel) -> torch.nn.Module:
 class _Head:
     """The head computes logits from the output of a step's layers.
 
-    The head is a whole model definition, whose layers run at the first call and repeat their output at later
-    ones. So logits have the definition's own scales and caps.
+    It calls the whole model definition, so that logits have its own scales and caps. The layers compute at
+    the first call of a step; at later ones they return what they returned then.
     """
 
     def __init__(self, layers: torch.nn.Module, call: Callable[..., Any], device: torch.device) -> None:
