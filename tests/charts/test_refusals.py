@@ -370,6 +370,8 @@ def test_every_flag_of_the_code_is_the_user_s_or_the_chart_s(component):
         "kv-tier-fd",
         "chunk-size",
         "api-key-file",
+        "tenants",
+        "models",
     }
     optional |= {f"{of}-{file}" for of in ("tls", "etcd") for file in ("ca", "cert", "key")}
     optional |= {"tls-mutual", "tls-server-name", "tls-peer-name", "tls-client-ca", "api-key-file"}
