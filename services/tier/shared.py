@@ -49,7 +49,7 @@ class _File:
     inode: int
     changed_ns: int = 0  # All records are known as they were then.
     table: bytearray = field(default_factory=bytearray)
-    records: dict[int, Stored] = field(default_factory=dict)
+    records: dict[int, bytes] = field(default_factory=dict)  # The keys by slot.
 
 
 class SharedFiles:
@@ -64,6 +64,7 @@ class SharedFiles:
         self._failing: set[Path] = set()
         self._next_slot = 0
         self._seen: dict[bytes, Seen] = {}
+        self._also: dict[bytes, dict[int, Seen]] = {}  # Further places, by slot; for the tier's thread alone.
 
     def __repr__(self) -> str:
         return f"SharedFiles(files={len(self._files)} blocks={len(self._seen)})"
@@ -74,9 +75,10 @@ class SharedFiles:
     def find(self, key: bytes) -> Seen | None:
         return self._seen.get(key)
 
-    def forget(self, key: bytes) -> None:
-        """Note that a block is not what the last look said."""
-        self._seen.pop(key, None)
+    def forget(self, key: bytes, slot: int) -> None:
+        """Note that a block is not in this slot, as the last look but one may have said."""
+        if (seen := self._seen.get(key)) is not None and seen.slot == slot:
+            self._seen.pop(key, None)
 
     def look(self) -> None:
         """Learn what has changed. A file that fails is done without, and said once. Raises OSError."""
@@ -151,15 +153,28 @@ class SharedFiles:
             file.table[at] = new[at]
             self._forget_slot(file, slot)
             if (stored := unpacked(slot, memoryview(new)[at])) is not None:
-                file.records[slot] = stored
-                self._seen[stored.key] = Seen(file.first_slot + slot, stored.digest, stored.with_draft)
+                file.records[slot] = stored.key
+                self._note(stored.key, Seen(file.first_slot + slot, stored.digest, stored.with_draft))
         return True
 
+    def _note(self, key: bytes, seen: Seen) -> None:
+        if (before := self._seen.get(key)) is not None and before.slot != seen.slot:
+            self._also.setdefault(key, {})[before.slot] = before
+        self._seen[key] = seen
+
     def _forget_slot(self, file: _File, slot: int) -> None:
-        stored = file.records.pop(slot, None)
-        seen = self._seen.get(stored.key) if stored is not None else None
-        if stored is not None and seen is not None and seen.slot == file.first_slot + slot:
-            self._seen.pop(stored.key, None)
+        """Forget what the slot had. Where another file has that too, it is found there from now on."""
+        if (key := file.records.pop(slot, None)) is None:
+            return
+        at, also = file.first_slot + slot, self._also.get(key, {})
+        also.pop(at, None)
+        if (seen := self._seen.get(key)) is None or seen.slot == at:
+            if also:
+                self._seen[key] = also.popitem()[1]
+            else:
+                self._seen.pop(key, None)
+        if not also:
+            self._also.pop(key, None)
 
     def _drop(self, path: Path) -> None:
         if (file := self._files.pop(path, None)) is not None:

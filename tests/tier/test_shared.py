@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -160,3 +161,26 @@ def test_a_look_takes_in_a_large_table_in_parts(tmp_path, monkeypatch):
     assert known == [2, 4, 5]
     shared.close()
     slab.close()
+
+
+def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):
+    rank_slabs = {rank: slabs.open_file(tmp_path, rank, SHAPE) for rank in ("d.0", "d.1", "d.2")}
+    shared = SharedFiles(tmp_path / SHAPE.layout_id.hex(), "d.0", SHAPE, FileCalls())
+    key = KEYS[0]
+
+    def store(rank, slot, what):
+        rank_slabs[rank].write(slot, memoryview(what * 16), Stored(slot, what, ROOT, 0, 0, 1))
+        time.sleep(0.06)  # By the clock of the file the next change is another one.
+        shared.look()
+
+    store("d.1", 0, key)
+    store("d.2", 1, key)
+    shared.forget(key, 10_000)
+    assert shared.find(key) is not None, "it is another slot that has changed"
+    store("d.2", 1, KEYS[1])
+    assert shared.find(key) is not None, "the first one has it yet"
+    store("d.1", 0, KEYS[2])
+    assert shared.find(key) is None
+    for slab in rank_slabs.values():
+        slab.close()
+    shared.close()

@@ -86,7 +86,7 @@ class EngineCore:
         self.tiers = tiers
         if tiers is not None:
             fills = (self._publish, self._offer, self._catch_up, self._reserve, self.load)
-            tiers.attach(FillHooks(*fills, self._carrying, self._active))
+            tiers.attach(FillHooks(*fills, self._shares.charge, self._carrying, self._active))
         self.retractions = 0
 
     @property

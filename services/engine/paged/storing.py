@@ -271,6 +271,7 @@ class Storing:
             return None
         self._pages[store] = pages
         for page in pages:
+            self._stop(self._copied.get(page))
             self._copied[page] = store
         return block
 
@@ -297,6 +298,7 @@ class Storing:
         if not self._begin(store):
             return False
         self._books.use(blocks[-1])
+        self._stop(self._copied_points.get(point))
         self._copied_points[point], self._point_of[store] = store, point
         return True
 
@@ -319,6 +321,12 @@ class Storing:
             self._note_begun(0)
         return True
 
+    def _stop(self, earlier: Store | None) -> None:
+        """Stop a copy of the same units that was begun before. Only the last one is stopped when they get a
+        new owner, so an earlier one would write the new owner's KV under the old key."""
+        if earlier is not None:
+            earlier.stop()
+
     def _give_up(self, store: Store) -> None:
         """Free the slots that are not written; of a checkpoint the others, too."""
         for block in store.blocks[len(store.digests) :]:
@@ -332,8 +340,9 @@ class Storing:
         for page in self._pages.pop(store, ()):
             if self._copied.get(page) is store:
                 del self._copied[page]
-        if (point := self._point_of.pop(store, None)) is not None:
-            self._copied_points.pop(point, None)
+        point = self._point_of.pop(store, None)
+        if point is not None and self._copied_points.get(point) is store:
+            del self._copied_points[point]
         for block, digest in zip(store.blocks, store.digests, strict=False):
             self._books.written(block, digest)
             self._counts.bytes_down += self._block_bytes

@@ -53,6 +53,7 @@ from services.tier.copies import (
 from services.tier.shared import SharedFiles
 from services.tier.thread import TierThread
 from services.values.rank_reports import RankLoad
+from services.values.request import TenantShare
 
 _STOP_S = 2.0
 # A sequence that receives waits so long for each of two reads; a prefill rank waits 30 s for a ticket.
@@ -73,6 +74,7 @@ class FillHooks:
     catch_up: Callable[[EngineSequence], None]
     report: Callable[[EngineSequence], None]  # Its pages may be written now.
     load: Callable[[], RankLoad]
+    charge: Callable[[TenantShare | None, float], None]
     carrying: Carrying
     active: Collection[EngineSequence]  # It changes as sequences get pages and end.
 
@@ -269,7 +271,8 @@ class Tiering:
         places = in_files[: most_bytes // self._block_bytes]
         if not places or self.thread.submit(ReadAhead(places)):
             seq.ahead_bytes = len(places) * self._block_bytes
-            num_blocks = sum(block.kind is SlotKind.BLOCK for block in worth if block.place in places)
+            chosen = set(places)
+            num_blocks = sum(block.kind is SlotKind.BLOCK for block in worth if block.place in chosen)
             self.counts.tokens_ahead += num_blocks * self._block_tokens
 
     def leave(self, seq: EngineSequence) -> None:
@@ -327,8 +330,9 @@ class Tiering:
         assert self._hooks is not None
         self._end(fill)
         seq, before = fill.seq, fill.seq.computed
+        was_filling = seq.phase is Phase.FILLING
         is_whole = self._take_read(fill)
-        if seq.phase is Phase.FILLING:
+        if was_filling:
             seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
         self._hooks.publish(seq)
         if fill.found.parts and is_whole:
@@ -340,6 +344,8 @@ class Tiering:
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
             seq.brought_tokens += brought
+            if was_filling:  # One that receives was charged for nothing.
+                self._hooks.charge(seq.request.share, before - seq.computed)
         self._hooks.offer(seq)
         if fill.behind is not None:
             self._hooks.catch_up(seq)
@@ -413,7 +419,7 @@ class Tiering:
             elif index < load.num_done:
                 self.counts.tokens_shared += self._block_tokens * (piece.block.kind is SlotKind.BLOCK)
             elif not is_good and self._shared is not None:
-                self._shared.forget(piece.block.key)
+                self._shared.forget(piece.block.key, piece.place.slot)
         self.counts.loads[load.end.value] = self.counts.loads.get(load.end.value, 0) + 1
         for tier, num_bytes in load.read_bytes.items():
             self.counts.bytes_up += num_bytes

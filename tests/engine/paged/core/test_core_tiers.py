@@ -22,6 +22,7 @@ from services.tier.shared import SharedFiles
 from services.tier.slab import FileCalls, SlabShape
 from services.values.kv import GroupKind
 from services.values.rank_reports import RankLoad
+from services.values.request import TenantShare
 
 PAGE, BLOCK = 4, 8
 CARRIED = (
@@ -84,7 +85,7 @@ class TieredRank(Rank):
             *(num_pages // 2, self._clock, lambda: None, budget, others),
         )
         hooks = (core._publish, core._offer, core._catch_up, core._reserve, core.load)
-        self.tiers.attach(FillHooks(*hooks, core._carrying, core._active))
+        self.tiers.attach(FillHooks(*hooks, core._shares.charge, core._carrying, core._active))
         core.cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
 
     def step(self):
@@ -843,3 +844,59 @@ def _write_from_elsewhere(rank, rng, transfer, aside):
             case _:
                 rank.core.pulls.failed(seq)
         rank.take()
+
+
+class FailingSlots:
+    def write(self, *_arguments):
+        raise OSError(errno.EIO, "a test's")
+
+
+def test_what_is_stored_twice_is_never_a_new_owners_kv():
+    """A failed write drops the blocks behind it, whose copies still wait, and they are stored once more."""
+    rank = TieredRank(num_pages=24, num_slots=(64,))
+    prompt = prompt_of(1, 40)
+
+    def serve(ids, output):
+        seq = rank.submit(ids, output)
+        while seq not in rank.finished:
+            rank.now += 1.0
+            rank.step()
+
+    serve(prompt, 3)
+    serve(prompt_of(2, 12), 3)
+    for _ in range(2):
+        rank.now += 1.0
+        rank.step()
+    first = rank.thread.waiting.pop(0)
+    first.run([FailingSlots()], rank.thread.staging)
+    rank.thread.done(first)
+    serve(prompt_of(3, 4), 2)
+    stores = [copy for copy in rank.thread.waiting if isinstance(copy, Store)]
+    keys = [block.key for copy in stores if not copy.is_stopped for block in copy.blocks]
+    assert len(keys) == len(set(keys))
+    assert any(copy.is_stopped for copy in stores)
+    for number in range(3):  # These take the pages before anything was copied.
+        serve(prompt_of(200 + number, 80), 3)
+    rank.thread.run()
+    life = TieredRank(num_pages=24, num_slots=(64,), tiers=rank.slabs)
+    life.generate(prompt[:BLOCK] + prompt_of(9, 20))
+    life.fill_pool(7)
+    seq = life.submit(prompt, 3)
+    while seq not in life.finished:
+        life.turn()
+    assert life.tokens[seq] == life.expected(prompt, 3)
+
+
+def test_a_tenant_is_not_charged_for_what_a_tier_brings():
+    def had(rank):
+        seq = rank.submit(prompt_of(1, 40), 3, share=TenantShare("acme"))
+        while seq not in rank.finished:
+            rank.turn()
+        return rank.core._shares.had("acme"), seq.brought_tokens
+
+    computing = TieredRank()
+    computing.fill_pool(2)
+    computed, none = had(computing)
+    less, brought = had(with_stored(prompt_of(1, 40)))
+    assert none == 0 < brought
+    assert less == computed - brought
