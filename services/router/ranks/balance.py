@@ -200,7 +200,7 @@ class Balance:
             done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
             if done < load.pending_tokens:
                 pending_tokens += load.pending_tokens - done
-            if (guessed := known.guessed_tokens) and load.waiting:
+            if (guessed := known.guessed_tokens - known.unseen_guessed_tokens) and load.waiting:
                 pending_tokens = max(pending_tokens - guessed, min(pending_tokens, known.most_pending(now)))
         if computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
             pending_tokens, queued = ours, max(queued, len(computing) - 1)
@@ -312,6 +312,7 @@ class _KnownRank:
     first_s: float = float("-inf")  # The first of `computing` has been the first since then.
     unseen: set[str] = field(default_factory=set)
     unseen_tokens: int = 0
+    unseen_guessed_tokens: int = 0  # The report does not count these, so nothing is taken off it for them.
     arriving_s: deque[float] = field(default_factory=deque)  # They were sent then, too late for the report.
 
     def receive(self, request_id: str, now: float) -> None:
@@ -338,6 +339,7 @@ class _KnownRank:
         if request_id in self.unseen:
             self.unseen.remove(request_id)
             self.unseen_tokens -= flight.uncached_tokens
+            self.unseen_guessed_tokens -= flight.guessed_tokens
 
     def least_pending(self, now: float, tokens_per_s: float) -> int:
         """Return our tokens that it cannot have computed since the oldest of our requests was sent; there
@@ -364,7 +366,7 @@ class _KnownRank:
         self._see(float("-inf"))
 
     def _see(self, seen_s: float) -> None:
-        self.unseen, self.unseen_tokens = set(), 0
+        self.unseen, self.unseen_tokens, self.unseen_guessed_tokens = set(), 0, 0
         for request_id, flight in reversed(self.computing.items()):  # The last one sent comes first.
             if flight.sent_s <= seen_s:
                 break
@@ -373,6 +375,7 @@ class _KnownRank:
     def _note_unseen(self, request_id: str, flight: _Flight) -> None:
         self.unseen.add(request_id)
         self.unseen_tokens += flight.uncached_tokens
+        self.unseen_guessed_tokens += flight.guessed_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,16 @@ def test_what_prompts_in_a_queue_have_in_common_is_counted_once(balance, clock, 
     assert balance.now(D0).pending_tokens == 18_000
 
 
+def test_what_a_report_has_not_seen_is_not_taken_off_it(balance, clock):
+    balance.report(D0, RankLoad(waiting=2, pending_tokens=20_000, prefill_tokens_per_s=1_000.0))
+    balance.sent("a", D0, None, 100, 0)
+    balance.sent("b", D0, None, 100, 8_000)
+    assert balance.now(D0).pending_tokens == 20_200
+    clock.now += 1
+    balance.report(D0, RankLoad(waiting=4, pending_tokens=28_200, prefill_tokens_per_s=1_000.0))
+    assert balance.now(D0).pending_tokens == 20_200
+
+
 def test_a_report_counts_what_was_sent_well_before_it(balance, clock):
     balance.sent("seen", D0, None, 700)
     clock.now += 1
