@@ -14,6 +14,7 @@ from services.values.errors import ConfigError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+_MOST = 1e6  # No rank or alpha is more.
 
 _PREFIX = "base_model.model."
 _PART = re.compile(r"(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -88,16 +89,16 @@ def _layer(config: Mapping[str, Any], layer: str, shapes: Mapping[str, tuple[int
     if not rank == of_b == told:
         raise ConfigError(f"its layer {layer} has A of rank {rank} and B of {of_b}; its config tells {told}")
     alpha = _told(config, "alpha_pattern", "lora_alpha", layer)
-    if not math.isfinite(alpha):
-        raise ConfigError(f"its lora_alpha is {alpha}")
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return LoraLayer(rank, num_inputs, num_outputs, alpha / divisor)
 
 
 def _told(config: Mapping[str, Any], patterns: str, name: str, layer: str) -> float:
     """Return the number of the first pattern that the layer's name ends with, else that of all layers."""
-    value = config.get(name)
-    for pattern, own in (config.get(patterns) or {}).items():
+    value, own_values = config.get(name), config.get(patterns) or {}
+    if not isinstance(own_values, Mapping):
+        raise ConfigError(f"its {patterns} must be an object, got {own_values!r:.40}")
+    for pattern, own in own_values.items():
         try:
             is_own = re.match(rf"(.*\.)?({pattern})$", layer) is not None
         except re.error as error:
@@ -105,6 +106,6 @@ def _told(config: Mapping[str, Any], patterns: str, name: str, layer: str) -> fl
         if is_own:
             value = own
             break
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"its {name} must be a number above 0, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
+        raise ConfigError(f"its {name} must be a number above 0, at most {_MOST:g}, got {value!r:.40}")
     return value

@@ -63,6 +63,8 @@ def side_key(request: GenerateRequest, past: Callable[[], Sequence[ChatMessage]]
         common = request.conversation_id.encode()
     elif (opening := _opening(request, past)) is not None:
         common = opening.SerializeToString(deterministic=True)
+    elif request.WhichOneof("prompt") is None:  # Ids are to be spelled.
+        common = b""
     else:
         common = request.request_id.encode() or secrets.token_bytes(8)
     return b"\0".join((request.model.encode(), request.tenant.encode(), common))
@@ -133,18 +135,19 @@ class Models:
             model = self._side(named, weights, side_key(requests[0], past))
             for request in requests:
                 request.model = model.name
-        elif named in self._failed and named not in self._others:
-            raise self._refused(Unavailable(f"model {named!r} cannot be opened; the router's log says why"))
         else:
-            model = self._others.get(named) or self._with_adapter(named) or self.default
+            model = self._named(named)
         for request in requests:
             fill_in(request.sampling, model.defaults)
         return model
 
-    def _with_adapter(self, named: str) -> Model | None:
-        """Return the model whose adapter MODEL:NAME names, or None where it is none of the file's."""
-        bases = [name for name in self._others if named.startswith(f"{name}:")]
-        return self._others[max(bases, key=len)] if bases else None
+    def _named(self, named: str) -> Model:
+        """Return the model of this name, or of MODEL:NAME, or --model, which refuses the others' names."""
+        known = (self.default.name, *self._others, *self._failed)
+        name = max((n for n in known if named == n or named.startswith(f"{n}:")), key=len, default="")
+        if name in self._failed and name not in self._others:
+            raise self._refused(Unavailable(f"model {name!r} cannot be opened; the router's log says why"))
+        return self._others.get(name, self.default)
 
     def _side(self, alias: str, weights: Weights, key: bytes) -> Model:
         names = sides(weights, key)

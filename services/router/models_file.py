@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ SHARED = (  # Left out, these are as for --model.
     *("plans", "chunk_size", "itl_weight", "pull"),
 )
 _MOST_WEIGHT = 1e6
+_LINGER_S = 10.0  # A model that the file names no more is closed after so long, at the earliest.
 _FOLLOW_S = 1.0
 
 
@@ -84,8 +86,8 @@ def _object(name: str, value: object) -> Mapping[str, Any]:
 
 
 def _name(kind: str, name: str) -> str:
-    if not (name and is_id(name)):
-        raise ConfigError(f"{kind}: {name!r} must be 1 to {MAX_ID_CHARS} printable characters")
+    if not (name and is_id(name) and name.isascii()):  # It stands in a header.
+        raise ConfigError(f"{kind}: {name!r} must be 1 to {MAX_ID_CHARS} printable characters of ASCII")
     return name
 
 
@@ -156,7 +158,7 @@ class ModelsFile:
         self._stamp: Stamp | None = stamp_of(path)
         self._listed = _read(path, config)
         self._opened: dict[str, _Opened] = {}
-        self._leaving: list[_Opened] = []
+        self._leaving: list[tuple[_Opened, float]] = []  # With the times when they may be closed.
         self._problem = ""
         self._reported: set[str] = set()
         models.watch_unserved(self._unserved)
@@ -168,7 +170,7 @@ class ModelsFile:
             await self._apply()
             yield
         finally:
-            for opened in (*self._opened.values(), *self._leaving):
+            for opened in (*self._opened.values(), *(each for each, _ in self._leaving)):
                 await opened.stack.aclose()
 
     async def run(self) -> None:
@@ -206,7 +208,9 @@ class ModelsFile:
         opened = {name: result for (name, _), result in zip(new, results, strict=True)}
         now = {name: opened.get(name) or self._opened.get(name) for name in listed.models}
         serving = {name: each for name, each in now.items() if each is not None}
-        self._leaving += [each for each in self._opened.values() if each not in serving.values()]
+        close_s = time.monotonic() + _LINGER_S
+        left = [each for each in self._opened.values() if each not in serving.values()]
+        self._leaving += [(each, close_s) for each in left]
         self._opened = serving
         failed = [name for name, each in opened.items() if each is None]
         self._models.set({name: each.model for name, each in serving.items()}, listed.aliases, failed)
@@ -226,8 +230,13 @@ class ModelsFile:
         return _Opened(config, model, stack)
 
     async def _let_go(self) -> None:
-        for opened in [each for each in self._leaving if not each.model.generator.num_running]:
-            self._leaving.remove(opened)
+        """Close the models that nobody uses any more. A call that has just taken one is not counted yet."""
+        now = time.monotonic()
+        for leaving in self._leaving[:]:
+            opened, close_s = leaving
+            if opened.model.generator.num_running or now < close_s:
+                continue
+            self._leaving.remove(leaving)
             self._models.left(opened.model)
             await opened.stack.aclose()
             log_lines.event(log, "model_closed", model=opened.model.name)

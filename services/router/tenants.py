@@ -41,6 +41,8 @@ OTHERS_LABEL = "other"
 _SESSIONS = 100_000
 _LEAST_WEIGHT, _MOST_WEIGHT = 0.01, 1000.0
 _MOST_PRIORITY = 2**31 - 1
+_MOST_LIMIT = 10**15
+_CONFIGURED = "\x1e"  # It begins each configured salt, and no name of a tenant, which others may take.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +89,18 @@ def _tenant(name: str, about: object) -> Tenant:
     if unknown := about.keys() - known:
         raise ConfigError(f"{name}.{min(unknown)}: is not known; {', '.join(known)} are")
     salt = about.get("cache_salt")
-    if salt is not None and (name == OTHERS or not isinstance(salt, str) or not is_id(salt)):
+    if salt is not None and (name == OTHERS or not isinstance(salt, str) or not (salt and is_id(salt))):
         raise ConfigError(
-            f"{name}.cache_salt: must be a string of at most {MAX_ID_CHARS} printable characters, "
+            f"{name}.cache_salt: must be a string of 1 to {MAX_ID_CHARS} printable characters, "
             f"and {OTHERS} has none"
         )
-    limits = {limit: _number(name, about, limit, 1, math.inf, int) for limit in LIMITS if limit in about}
+    limits = {limit: _number(name, about, limit, 1, _MOST_LIMIT, int) for limit in LIMITS if limit in about}
     return Tenant(
         name,
         float(_number(name, about, "weight", _LEAST_WEIGHT, _MOST_WEIGHT, int | float, 1.0)),
         Limits(**limits),
         _number(name, about, "max_priority", 0, _MOST_PRIORITY, int, None),
-        salt,
+        None if salt is None else _CONFIGURED + salt,
     )
 
 
@@ -111,13 +113,12 @@ def _number(
     kind: Any,
     default: float | None = None,
 ) -> Any:
-    value = about.get(member, default)
-    if value is default:
+    if member not in about:
         return default
+    value = about[member]
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         of = "an integer" if kind is int else "a number"
-        bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ConfigError(f"{name}.{member}: must be {of} {bounds}, got {value!r}")
+        raise ConfigError(f"{name}.{member}: must be {of} from {low:g} to {high:g}, got {value!r:.40}")
     return value
 
 
@@ -238,8 +239,15 @@ class Tenants:
         return self.accounts[name if name in self._tenants else OTHERS]
 
     def usage(self, held: Mapping[str, int], tenant: str | None) -> generation_pb2.ListTenantsResponse:
-        """Return what the tenant has used, or with None what each of all has, which holds so many tokens."""
-        accounts = [*self.accounts.values()] if tenant is None else [self.account(tenant)]
+        """Return what the tenant has used, or with None what each of all has, which holds so many tokens.
+
+        A tenant that the file does not name is told nothing, as all of those have one account.
+        """
+        self._follow()
+        if tenant is None:
+            accounts = [*self.accounts.values()]
+        else:
+            accounts = [self.accounts[tenant]] if tenant in self._tenants and tenant != OTHERS else []
         accounts.sort(key=lambda account: account.tenant.name)
         usages = [account.usage(held.get(account.tenant.name, 0)) for account in accounts]
         return generation_pb2.ListTenantsResponse(tenants=usages)

@@ -8,6 +8,7 @@ token is accepted.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _ALGORITHMS = frozenset(f"{family}{bits}" for family in ("RS", "PS", "ES") for b
     "EdDSA"
 }
 _MOST_KNOWN = 4096  # Checking a signature takes a tenth of a millisecond, and clients repeat their tokens.
+_SKEW_S = 60.0  # The clock of an identity provider may be so far ahead.
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,10 @@ class Tokens:
         self._follow()
         key = digest(token)
         if key not in self._known:
+            checked = self._checked(token)
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = self._checked(token)
+            self._known[key] = checked
         caller, expires_s = self._known[key]
         if self._clock() >= expires_s:
             raise Unauthenticated(EXPIRED_TOKEN)
@@ -72,11 +75,14 @@ class Tokens:
                 algorithms=[key.algorithm_name],
                 audience=self._rules.audience or None,
                 issuer=self._rules.issuer or None,
+                leeway=_SKEW_S,
                 # This looks at the time itself, at each use of a token.
                 options={"require": ["exp"], "verify_exp": False, "verify_aud": bool(self._rules.audience)},
             )
             expires_s = float(claims["exp"])
-        except (jwt.PyJWTError, KeyError, TypeError, ValueError) as error:
+            if not math.isfinite(expires_s):
+                raise ValueError("it never expires")
+        except (jwt.PyJWTError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise Unauthenticated(BAD_TOKEN) from error
         tenant = claims.get(self._rules.tenant_claim)
         if not (isinstance(tenant, str) and tenant and is_id(tenant)):
@@ -109,9 +115,16 @@ def _read(path: Path) -> Mapping[str, jwt.PyJWK]:
     """Return the keys that may sign, by their ids."""
     try:
         read = jwt.PyJWKSet.from_json(path.read_text(encoding="utf-8")).keys
-    except (OSError, ValueError, TypeError, AttributeError, jwt.PyJWTError) as error:
+        signing = [key for key in read if key.algorithm_name in _ALGORITHMS and _may_sign(key)]
+        keys = {key.key_id or "": key for key in signing}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
         raise ConfigError(f"--jwks-file: {path}: {error}") from error
-    keys = {key.key_id or "": key for key in read if key.algorithm_name in _ALGORITHMS}
+    if len(keys) < len(signing):
+        raise ConfigError(f"--jwks-file: {path} has two keys of one id (kid), or without one")
     if not keys:
         raise ConfigError(f"--jwks-file: {path} holds no public key")
     return keys
+
+
+def _may_sign(key: jwt.PyJWK) -> bool:
+    return key.public_key_use in (None, "sig")

@@ -101,7 +101,9 @@ class Probe:
         A router counts if its last probe came about as late as ours; thus all stay while etcd is away.
         """
         fleet = self._fleet if fleet is None else fleet
-        own = self._names[fleet]
+        own = self._names.get(fleet)
+        if own is None:  # It has left while a call is not over.
+            return 0, 1
         since_s = self._seen.get(self._router, ("", 0.0))[1] - _GONE_S
         others = [
             name

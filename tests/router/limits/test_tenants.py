@@ -25,10 +25,10 @@ from services.wire.isthmus.v1 import generation_pb2
 def test_what_a_file_says_of_tenants(subtests):
     with subtests.test("all of it"):
         limits = {"requests_per_minute": 6, "prompt_tokens_per_minute": 7, "output_tokens_per_minute": 8}
-        acme = {"weight": 0.5, **limits, "concurrent_requests": 9, "max_priority": 2, "cache_salt": ""}
+        acme = {"weight": 0.5, **limits, "concurrent_requests": 9, "max_priority": 2, "cache_salt": "s"}
         assert read_tenants(json.dumps({"acme": acme, "labs": {}})) == {
             OTHERS: Tenant(OTHERS),
-            "acme": Tenant("acme", 0.5, Limits(6, 7, 8, 9), max_priority=2, cache_salt=""),
+            "acme": Tenant("acme", 0.5, Limits(6, 7, 8, 9), max_priority=2, cache_salt="\x1es"),
             "labs": Tenant("labs"),
         }
         assert read_tenants('{"*": {"weight": 2}}') == {OTHERS: Tenant(OTHERS, 2.0)}
@@ -44,7 +44,10 @@ def test_what_a_file_says_of_tenants(subtests):
         ('{"a": {"weight": 0}}', "a.weight: must be a number from 0.01 to 1000, got 0"),
         ('{"a": {"weight": true}}', "a.weight: must be a number"),
         ('{"a": {"weight": NaN}}', "a.weight: must be a number"),
-        ('{"a": {"requests_per_minute": 0}}', "a.requests_per_minute: must be an integer of at least 1"),
+        ('{"a": {"requests_per_minute": 0}}', "a.requests_per_minute: must be an integer from 1"),
+        ('{"a": {"requests_per_minute": null}}', "a.requests_per_minute: must be an integer from 1"),
+        (f'{{"a": {{"requests_per_minute": {10**400}}}}}', "a.requests_per_minute: must be an integer"),
+        ('{"a": {"cache_salt": ""}}', "a.cache_salt: must be a string"),
         ('{"a": {"concurrent_requests": 1.5}}', "a.concurrent_requests: must be an integer"),
         ('{"a": {"max_priority": -1}}', "a.max_priority: must be an integer"),
         ('{"a": {"cache_salt": 1}}', "a.cache_salt: must be a string"),
@@ -177,7 +180,7 @@ async def test_a_tenant_has_its_own_priority_and_salt(served, subtests):
         cluster._start = lambda message, prompt: sent.append(message.cache_salt) or start(message, prompt)
         await ask(generator)
         await ask(generator, tenant="labs")
-        assert hashed == sent == ["shared", "labs"]
+        assert hashed == sent == ["\x1eshared", "labs"]  # Nobody can be named as a configured salt.
 
 
 async def test_ranks_are_told_whose_a_request_is_and_what_its_session_has_had(served):
@@ -214,7 +217,7 @@ async def test_what_a_tenant_has_used(served, subtests):
     for caller, wanted in [
         (ANYBODY, [others, used]),
         (Caller("acme"), [used]),
-        (Caller("labs"), [others]),
+        (Caller("labs"), []),  # It is not in the file, nor are others.
         (Caller("acme", is_operator=True), [others, used]),
     ]:
         with subtests.test("usage", caller=caller), calling(caller):

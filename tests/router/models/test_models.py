@@ -156,3 +156,19 @@ async def test_over_http_the_alias_is_echoed_and_a_header_has_the_model(subtests
                 answers.append(await http.post("/v1/responses", json=body))
             assert {answer.status_code for answer in answers} == {200}
             assert len({answer.headers["x-isthmus-model"] for answer in answers}) == 1
+
+
+def test_names_with_colons(subtests):
+    models = Models()
+    models.open(model("llama:8b"))
+    models.set({"llama": model("llama")}, {}, ["lost"])
+    for name, wanted in [
+        ("llama:8b", "llama:8b"),
+        ("llama:8b:a", "llama:8b"),
+        ("llama:x", "llama"),
+        ("", "llama:8b"),
+    ]:
+        with subtests.test(name):
+            assert models.take(ask(name)).name == wanted
+    with subtests.test("an adapter of one that cannot be opened"), pytest.raises(Unavailable, match="'lost'"):
+        models.take(ask("lost:a"))
