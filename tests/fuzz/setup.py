@@ -22,6 +22,7 @@ FAMILIES = (
 WITH_TIERS = (*SHAPES, "minimax_m2", "deepseek_v3")
 _SHARES = (*SHAPES, "minimax_m2", "deepseek_v3")  # Their layers are all full attention.
 _TIERS = (("memory:128KiB",), ("FOLDER:128KiB",), ("memory:48KiB", "FOLDER:256KiB"))
+_LARGE = (("memory:2MiB",), ("FOLDER:2MiB",), ("memory:1MiB", "FOLDER:4MiB"))  # For blocks of up to 256 KiB.
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
 
@@ -81,7 +82,8 @@ def draw_setup(chance: random.Random) -> Setup:
     shape = chance.choice(SHAPES if chance.random() < 0.5 else FAMILIES)
     rank = _draw_rank(chance, page_size, tight)
     if shape in WITH_TIERS and chance.random() < 0.6:
-        rank |= {"kv_tier": chance.choice(_TIERS), "decode_cache": "on", "prefill_cache": "on"}
+        tiers = _LARGE if shape == "head-dim-128" else _TIERS
+        rank |= {"kv_tier": chance.choice(tiers), "decode_cache": "on", "prefill_cache": "on"}
         if shape in _SHARES and "FOLDER" in str(rank["kv_tier"]) and chance.random() < 0.5:
             rank["kv_tier_shared"] = "on"
     return Setup(
