@@ -21,7 +21,7 @@ FAMILIES = (
 # That have nothing but full attention's pages.
 WITH_TIERS = (*SHAPES, "minimax_m2", "deepseek_v3")
 _SHARES = (*SHAPES, "minimax_m2", "deepseek_v3")  # Their layers are all full attention.
-_TIERS = (("memory:128KiB",), ("FOLDER:128KiB",), ("memory:48KiB", "FOLDER:256KiB"))
+_TIERS = (("memory:256KiB",), ("FOLDER:256KiB",), ("memory:128KiB", "FOLDER:512KiB"))
 _LARGE = (("memory:2MiB",), ("FOLDER:2MiB",), ("memory:1MiB", "FOLDER:4MiB"))  # For blocks of up to 256 KiB.
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
