@@ -30,7 +30,7 @@ from services.observe import log_lines
 from services.router.api_keys import stamp_of
 from services.router.quotas import LIMITS, Limits, Quota, Refusal
 from services.router.tenant_lru import TenantLru
-from services.values.errors import ConfigError, OverLimit
+from services.values.errors import ConfigError, InvalidRequest, OverLimit
 from services.values.request import MAX_ID_CHARS, Admitted, TenantShare, is_id
 from services.wire.isthmus.v1 import generation_pb2
 
@@ -152,6 +152,13 @@ class Account:
 
     def leave(self) -> None:
         self.quota.leave()
+
+    def check_together(self, requests: int) -> None:
+        """Raise InvalidRequest where so many requests of one call can never run at the same time."""
+        most = max(1.0, self.tenant.limits.concurrent_requests * self._share())
+        if requests > most:
+            problem = f"has {requests} prompts, but this tenant may run {most:.0f} at once"
+            raise InvalidRequest("prompt", problem)
 
     def usage(self, held_tokens: int) -> generation_pb2.TenantUsage:
         limits = {name: getattr(self.tenant.limits, name) for name in LIMITS}

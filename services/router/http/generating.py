@@ -126,6 +126,8 @@ class Generating(Generic[CallT]):
             envelope = self._envelope(call)
             is_alias = self._models.is_alias(call.request.model)
             model = self._models.take(*call.requests, past=partial(self._dialect.past, call))
+            if call.more:
+                model.generator.check_together(call.request.tenant, len(call.requests))
             answer = self._dialect.answer(call, envelope, model.generator)
         except (InvalidRequest, NotFound, Forbidden) as error:
             (kind,) = (kind for kind in (InvalidRequest, NotFound, Forbidden) if isinstance(error, kind))

@@ -258,6 +258,11 @@ class Generator:
         # A client that leaves after its last response has not cancelled anything.
         yield response
 
+    def check_together(self, tenant: str, requests: int) -> None:
+        """Raise InvalidRequest where the tenant can never run so many requests at once."""
+        if self._limited is not None:
+            self._limited.account(tenant).check_together(requests)
+
     def rejected(self, error: IsthmusError) -> None:
         """Count a request that a front end could not read."""
         self._metrics.received()

@@ -52,6 +52,7 @@ class FakeBackend:
         self.timeouts_s: list[float | None] = []
         self.traceparents: list[str] = []
         self.rejections: list[str] = []
+        self.most_together = 1_000
         self.watches: list[WatchClusterRequest] = []
         self.watch_script: list[WatchClusterResponse | Exception | str] = []
         self.waiting = asyncio.Event()
@@ -94,6 +95,10 @@ class FakeBackend:
 
     def time_limit_s(self, timeout_s: float | None) -> float:
         return self.unread_s if timeout_s is None else timeout_s
+
+    def check_together(self, tenant: str, requests: int) -> None:
+        if requests > self.most_together:
+            raise errors.InvalidRequest("prompt", f"has {requests} prompts")
 
     def rejected(self, error: errors.IsthmusError) -> None:
         self.rejections.append(type(error).__name__)

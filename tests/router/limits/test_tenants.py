@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.http.backend import FakeBackend, chat
+from router.http.backend import FakeBackend, chat, client
 from router.request.test_generation import LosingCluster
 from services.router.callers import ANYBODY, Caller, calling
 from services.router.connections.rank_connections import DecodeRankLost
@@ -251,3 +251,20 @@ async def test_http_says_which_limit_and_when_to_come_again():
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "requests_per_minute" in error["message"]
+
+
+async def test_a_list_of_more_prompts_than_may_ever_run_is_refused_for_good(served, subtests):
+    generator, _ = served(acme={"concurrent_requests": 2}, free={})
+    generator.check_together("acme", 2)
+    generator.check_together("free", 256)
+    with pytest.raises(InvalidRequest, match="prompt has 3 prompts, but this tenant may run 2 at once"):
+        generator.check_together("acme", 3)
+    with subtests.test("over HTTP"):
+        backend = FakeBackend()
+        backend.most_together = 2
+        async with client(backend) as asking:
+            bodies = ({"prompt": ["a"] * number, "max_tokens": 1, "model": ""} for number in (2, 3))
+            answers = [await asking.post("/v1/completions", json=body) for body in bodies]
+        assert answers[1].status_code == 400
+        assert answers[1].json()["error"]["param"] == "prompt"
+        assert answers[0].status_code != 400
