@@ -83,7 +83,7 @@ class Objects:
         return found
 
     def arguments(self, component: str, number: int = 0, **injected: str) -> list[str]:
-        """Of its pod `number`, as the container gets them; `injected` are variables that others add."""
+        """Return those that the container of pod `number` gets; `injected` are variables that others add."""
         container = self.container(component)
         variables = {env["name"]: env.get("value") for env in container["env"]}
         variables |= {"POD_NAME": f"{self.release}-{component}-{number}", **injected}

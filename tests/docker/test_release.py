@@ -1,4 +1,4 @@
-"""Which versions a release may have, and what its notes say; the rest of `make release` tries itself."""
+"""These tests look at a release's version and notes; `make release` tries the rest itself."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What `isthmus usage` prints."""
+"""These tests look at what `isthmus usage` prints."""
 
 from services.cli.look.usage import format_usage
 from services.wire.isthmus.v1.generation_pb2 import ListTenantsResponse, TenantUsage

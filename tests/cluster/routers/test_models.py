@@ -28,7 +28,7 @@ async def until_listed(cluster, expected):
 
 
 async def answered(cluster, number, **fields):
-    """Of a conversation: the header, and the worker that answered."""
+    """Return the header of a conversation's answer, and the worker that gave it."""
     request = ids_request(prompt_of(number), 1, conversation_id=f"c{number}", **fields)
     call = cluster.stubs[0].Generate(request, timeout=20)
     metadata = dict(await call.initial_metadata())

@@ -135,7 +135,7 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """What tenants have used of this router since its start: an operator's key sees all, a tenant's its own. Errors:
+        """Tells what tenants have used of this router since its start: an operator's key sees all, a tenant's its own. Errors:
         NOT_FOUND this router has no file of tenants (--tenants); PERMISSION_DENIED a key of neither.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

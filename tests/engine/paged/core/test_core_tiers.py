@@ -238,7 +238,7 @@ def test_with_windows_and_states_what_was_evicted_is_read_up_to_its_checkpoint(s
 
 
 def test_a_state_that_was_evicted_is_copied_no_more():
-    """Of pages there are enough, of states too few."""
+    """There are enough pages, and too few states."""
     rank = TieredRank(num_slots=(300,), num_pages=400, carried=(fake_state(20),), room_for=16)
     prompts = [prompt_of(seed, 11) for seed in range(32)]
     for prompt in prompts[:16]:
