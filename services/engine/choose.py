@@ -129,13 +129,16 @@ def _sglang_worker(settings: EngineConfig, role: Role, own_ids: Sequence[RankId]
     return SglangWorker(worker, {own_id.rank: own_id for own_id in own_ids})
 
 
-def follower(settings: EngineConfig, role: Role) -> "Follower | None":
+def follower(settings: EngineConfig, module: str) -> "Follower | None":
     """Return what runs another node's part of a worker, or None where this process is a worker.
+
+    `module` is `services.prefill` or `services.decode` with engine sglang, and does not matter otherwise.
 
     Raises ConfigError.
     """
     if settings.engine != "sglang":
         return None
+    role = Role(module.removeprefix("services."))
     sglang = _sglang_settings(settings, role, worker="")  # The first node says its name.
     if sglang.nodes is None or sglang.nodes.rank == 0:
         return None

@@ -135,10 +135,8 @@ def main(module: str, make_roles: MakeRoles) -> None:
         log_lines.log_service(f"{config.worker}/{config.rank_index}", config.log_level, config.log_format)
         config.certificates()  # Certificates that cannot work are refused before torch is imported.
         config = config if config.kv_pages else with_pool(config)
-        if config.engine == "sglang":  # Its worker may have parts on other nodes, of which this is one.
-            follower = choose.follower(config, Role(module.removeprefix("services.")))
-            if follower is not None:
-                sys.exit(asyncio.run(follower.serve(notifier, config.leaving_s)))
+        if (follower := choose.follower(config, module)) is not None:
+            sys.exit(asyncio.run(follower.serve(notifier, config.leaving_s)))
         configs = rank_configs(config, held)
         own_ids = [own_rank_id(rank) for rank in configs]
         roles = make_roles(config, own_ids)
