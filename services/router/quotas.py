@@ -46,7 +46,7 @@ class _Bucket:
 
     def take(self, amount: float, per_minute: float, now_s: float) -> None:
         self._refill(per_minute, now_s)
-        self._missing += amount
+        self._missing = max(0.0, self._missing + amount)
 
     def wait_s(self, per_minute: float, now_s: float) -> float:
         """Return the seconds until the bucket's level is 1, or 0 where it is."""
@@ -94,6 +94,11 @@ class Quota:
 
     def take_output(self, tokens: int, now_s: float, share: float = 1.0) -> None:
         self._take(OUTPUT_TOKENS, tokens, now_s, share)
+
+    def give_back(self, prompt_tokens: int, now_s: float, share: float = 1.0) -> None:
+        """Undo what one request has taken."""
+        self._take(REQUESTS, -1, now_s, share)
+        self._take(PROMPT_TOKENS, -prompt_tokens, now_s, share)
 
     def _refusal(self, name: str, now_s: float, share: float) -> Refusal | None:
         per_minute = getattr(self.limits, name) * share

@@ -19,6 +19,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from services.observe import log_lines
 from services.router.api_keys import stamp_of
 from services.router.quotas import LIMITS, Limits, Quota, Refusal
 from services.router.tenant_lru import TenantLru
-from services.values.errors import ConfigError, InvalidRequest, OverLimit
+from services.values.errors import ConfigError, InvalidRequest, IsthmusError, OverLimit
 from services.values.request import MAX_ID_CHARS, Admitted, TenantShare, is_id
 from services.wire.isthmus.v1 import generation_pb2
 
@@ -153,6 +154,10 @@ class Account:
     def leave(self) -> None:
         self.quota.leave()
 
+    def give_back(self, prompt_tokens: int) -> None:
+        """Give back what a request has taken that was sent to no rank."""
+        self.quota.give_back(prompt_tokens, self._clock(), self._share())
+
     def check_together(self, requests: int) -> None:
         """Raise InvalidRequest where so many requests of one call can never run at the same time."""
         most = max(1.0, self.tenant.limits.concurrent_requests * self._share())
@@ -218,6 +223,26 @@ class Account:
         raise OverLimit(
             f"{whose} over {refusal.limit}: {whole:g} allowed{share}; try again in {wait_s:.0f} s", wait_s
         )
+
+
+@contextmanager
+def entered(
+    tenants: "Tenants | None", tenant: str, rejected: Callable[[IsthmusError], None]
+) -> Iterator[Account | None]:
+    """Count a request of the tenant as running, if tenants have limits. Raises OverLimit."""
+    if tenants is None:
+        yield None
+        return
+    account = tenants.account(tenant)
+    try:
+        account.enter()
+    except OverLimit as error:
+        rejected(error)
+        raise
+    try:
+        yield account
+    finally:
+        account.leave()
 
 
 class Tenants:

@@ -32,7 +32,7 @@ from services.router.request.parsers import Parsers
 from services.router.request.progress import Progress
 from services.router.request.router_metrics import RouterMetrics
 from services.router.request.story import attributes_of, log_request
-from services.router.tenants import OTHERS, Account, Tenant, Tenants
+from services.router.tenants import OTHERS, Account, Tenant, Tenants, entered
 from services.router.text.answer_ends import banned_ids
 from services.router.text.chat_memory import AnswerMemory, ConversationMemory
 from services.router.text.chat_turns import ToolSpellings
@@ -45,7 +45,6 @@ from services.values.errors import (
     InvalidRequest,
     IsthmusError,
     NotFound,
-    OverLimit,
 )
 from services.values.rank import Role
 from services.values.request import MAX_ID_CHARS, MAX_TIMEOUT_S, is_id, reusable_of, scored_of
@@ -234,7 +233,7 @@ class Generator:
         with traces.span("router.generate", traceparent) as span:
             if span.is_recording():
                 span.set_attributes(story.request_attributes(request, self._model_name))
-            with self._entered(request.tenant) as account:
+            with entered(self._limited, request.tenant, self._metrics.rejected) as account:
                 checked = await self._admit(request, timeout_s, deadline)
                 with self._track(checked, span, account) as progress:
                     past = self._past(request)
@@ -242,6 +241,7 @@ class Generator:
                     prompt = await encoder.encode(request, past) if ids is None else encoder.check(ids)
                     if account is not None:
                         account.take_prompt(len(prompt.ids))
+                        progress.taken_tokens = len(prompt.ids)
                     checked = await self._encoded(checked, prompt, past)
                     scored_of(checked.sampling, len(prompt.ids))
                     progress.encoded(checked, self._clock())
@@ -306,23 +306,6 @@ class Generator:
         return self._tokenizer.token_bytes(token_id)
 
     # -- the door ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _entered(self, tenant: str) -> Iterator[Account | None]:
-        """Count a request of the tenant as running, if tenants have limits. Raises OverLimit."""
-        if self._limited is None:
-            yield None
-            return
-        account = self._limited.account(tenant)
-        try:
-            account.enter()
-        except OverLimit as error:
-            self._metrics.rejected(error)
-            raise
-        try:
-            yield account
-        finally:
-            account.leave()
 
     async def _admit(
         self, request: generation_pb2.GenerateRequest, timeout_s: float, deadline: float
@@ -482,6 +465,8 @@ class Generator:
             progress.release()
             if account is not None:
                 account.served(checked.tenant, checked.conversation_id, progress.served_tokens)
+                if not progress.was_placed:
+                    account.give_back(progress.taken_tokens)
             self._cluster.ended(checked.answer_key)
             self._report_end(progress, outcome)
 

@@ -105,6 +105,7 @@ class Progress:
     output_ids: list[int] = field(default_factory=list)
     served: list[Served] = field(default_factory=list)
     placed: Placed | None = None  # It is there now.
+    was_placed: bool = False
     attempts: int = 0
     tokens_when_placed: int = 0  # It had this many when it was last placed.
     # The next three are counted since a placement last made progress.
@@ -125,6 +126,7 @@ class Progress:
     turns: PromptTurns | None = None  # This is None where there is one answer.
     others: list["Progress"] = field(default_factory=list)  # These are the request's other answers, by index.
     prompt_is_told: bool = False  # The client has the prompt's log-probabilities.
+    taken_tokens: int = 0  # So many of its prompt were taken from the tenant's rate.
     account: Account | None = None  # It is the tenant's, where tenants have limits.
 
     # -- what it tells ----------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Progress:
         self.attempts += 1
 
     def place(self, placed: Placed) -> None:
-        self.placed = placed
+        self.placed, self.was_placed = placed, True
         self.tokens_when_placed = len(self.output_ids)
 
     def own(self, stream: OutputStream) -> None:

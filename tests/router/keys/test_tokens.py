@@ -1,7 +1,9 @@
 """Tokens beside API keys: who signed them, for whom, until when."""
 
 import json
+import math
 import os
+import time
 
 import jwt
 import pytest
@@ -24,14 +26,15 @@ class Provider:
         self.keys = {kid: ec.generate_private_key(ec.SECP256R1()) for kid in kids}
 
     def publish(self, path, *others):
-        read = [
-            {**jwt.algorithms.ECAlgorithm.to_jwk(key.public_key(), as_dict=True), "kid": kid}
-            for kid, key in self.keys.items()
-        ]
+        read = [self.public(kid) for kid in self.keys]
         new = path.with_suffix(".new")
         new.write_text(json.dumps({"keys": [*read, *others]}))
         os.replace(new, path)
         return path
+
+    def public(self, kid):
+        key = self.keys[kid].public_key()
+        return {**jwt.algorithms.ECAlgorithm.to_jwk(key, as_dict=True), "kid": kid}
 
     def sign(self, kid, **claims):
         claims = {"tenant": "acme", "exp": NOW + 60} | claims
@@ -62,6 +65,10 @@ def test_which_tokens_are_accepted(tmp_path, subtests):
         ({"exp": NOW}, EXPIRED_TOKEN),
         ({"exp": None}, BAD_TOKEN),
         ({"exp": "soon"}, BAD_TOKEN),
+        ({"exp": math.inf}, BAD_TOKEN),
+        ({"exp": 10**400}, BAD_TOKEN),
+        ({"iat": time.time() + 30}, None),  # The provider's clock may be ahead a little.
+        ({"iat": time.time() + 300}, BAD_TOKEN),
         ({"tenant": None}, BAD_TOKEN),
         ({"tenant": ""}, BAD_TOKEN),
         ({"tenant": 7}, BAD_TOKEN),
@@ -114,6 +121,9 @@ def test_the_file_of_keys_is_followed(tmp_path, subtests):
         ("[]", ""),
         ('{"keys": []}', ""),
         (json.dumps({"keys": [secret]}), "no public"),
+        (json.dumps({"keys": [provider.public("a") | {"use": "enc"}]}), "no public"),
+        (json.dumps({"keys": [provider.public("a")] * 2}), "two keys of one id"),
+        (json.dumps({"keys": [provider.public("a") | {"kid": ["l"]}]}), ""),
     ]:
         with subtests.test(text=text), pytest.raises(ConfigError, match=f"--jwks-file: .*{problem}"):
             (tmp_path / "bad").write_text(text)

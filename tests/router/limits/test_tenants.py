@@ -18,7 +18,14 @@ from services.router.generation_service import GenerationService
 from services.router.quotas import LIMITS, Limits
 from services.router.request.generation import Generator
 from services.router.tenants import OTHERS, Tenant, TenantCollector, Tenants, read_tenants
-from services.values.errors import ConfigError, Forbidden, InvalidRequest, NotFound, OverLimit
+from services.values.errors import (
+    ConfigError,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    OverLimit,
+    Unavailable,
+)
 from services.wire.isthmus.v1 import generation_pb2
 
 
@@ -149,6 +156,17 @@ async def test_over_its_limit_a_tenants_request_reaches_no_rank(served, subtests
         with pytest.raises(InvalidRequest):
             await ask(generator, priority=1)
         await ask(generator)
+    with subtests.test("what was sent to no rank is given back"):
+        generator, cluster = served(acme={"requests_per_minute": 1, "prompt_tokens_per_minute": 3})
+        place = cluster.place
+        cluster.place = MagicMock(side_effect=Unavailable("no rank"))
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await anext(generator.generate(generation_pb2.GenerateRequest(text="abc", tenant="acme")))
+        cluster.place = place
+        await ask(generator)
+        with pytest.raises(OverLimit):
+            await ask(generator)
     with subtests.test("a prompt that came while others took theirs"):
         generator, cluster = served(acme={"prompt_tokens_per_minute": 3})
         account = generator._limited.account("acme")

@@ -53,6 +53,7 @@ def test_what_is_wrong_with_a_file_is_named(subtests: pytest.Subtests) -> None:
         ({"models": {"new": {**new, "pull": True}}}, "models.new.pull: must be a string"),
         ({"models": {"old": new}}, "models.old: is --model's name"),
         ({"models": {"": new}}, "printable characters"),
+        ({"models": {"модель": new}}, "printable characters of ASCII"),
         ({"aliases": {"both": {"new": 1}}}, "aliases.both.new: is no model"),
         ({"aliases": {"both": {"old": -1}}}, "aliases.both.old: must be a number from 0"),
         ({"aliases": {"both": {"old": True}}}, "aliases.both.old: must be a number"),
@@ -108,6 +109,7 @@ async def test_models_come_and_go_with_the_file(
     subtests: pytest.Subtests,
 ) -> None:
     monkeypatch.setattr("services.router.models_file._FOLLOW_S", 0.01)
+    monkeypatch.setattr("services.router.models_file._LINGER_S", 0.3)
     path, models, opening = tmp_path / "models.json", Models(), Opening()
 
     def write(**directories: str) -> None:
@@ -146,6 +148,8 @@ async def test_models_come_and_go_with_the_file(
             await asyncio.sleep(0.05)
             assert not opening.closed
             leaving.generator.num_running = 0  # type: ignore[misc]
+            await asyncio.sleep(0.05)
+            assert not opening.closed, "a call may have taken it that is not counted yet"
             await until(lambda: opening.closed == ["a1"])
         following.cancel()
         with pytest.raises(asyncio.CancelledError):
