@@ -27,7 +27,7 @@ from services.values.errors import ProtocolError
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * RECORD_BYTES
-_MOST_RECORDS = 8_192  # A look takes in so many changed records of a file; the next look takes in more.
+_MOST_RECORDS = 8_192  # A look takes in so many changed records of all files; the next one takes in more.
 _MOST_FILES = 64
 _CLOCK_TICK_NS = 50_000_000  # A file that has just changed may change again at the same time by its clock.
 
@@ -63,6 +63,7 @@ class SharedFiles:
         self._files: dict[Path, _File] = {}
         self._failing: set[Path] = set()
         self._next_slot = 0
+        self._left = 0  # So many records may yet be taken in by this look.
         self._seen: dict[bytes, Seen] = {}
         self._also: dict[bytes, dict[int, Seen]] = {}  # Further places, by slot; for the tier's thread alone.
 
@@ -82,6 +83,7 @@ class SharedFiles:
 
     def look(self) -> None:
         """Learn what has changed. A file that fails is done without, and said once. Raises OSError."""
+        self._left = _MOST_RECORDS
         paths = [path for path in slab_files(self._directory) if path.parent.name != self._own_rank]
         for path in self._files.keys() - set(paths[:_MOST_FILES]):
             self._drop(path)
@@ -145,11 +147,12 @@ class SharedFiles:
 
     def _take_in(self, file: _File) -> bool:
         """Take in the records that have changed, and return whether these were all."""
-        new, num_taken = file.slab.table(), 0
+        new = file.slab.table()
         for slot in _changed_slots(file.table, new):
-            if num_taken == _MOST_RECORDS:
+            if self._left == 0:
                 return False
-            at, num_taken = slice(slot * RECORD_BYTES, (slot + 1) * RECORD_BYTES), num_taken + 1
+            self._left -= 1
+            at = slice(slot * RECORD_BYTES, (slot + 1) * RECORD_BYTES)
             file.table[at] = new[at]
             self._forget_slot(file, slot)
             if (stored := unpacked(slot, memoryview(new)[at])) is not None:

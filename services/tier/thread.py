@@ -51,6 +51,10 @@ class TierThread:
     def running(self) -> Copy | None:
         return self._running
 
+    @property
+    def may_read_ahead(self) -> bool:
+        return len(self._ahead) < _MOST_AHEAD
+
     def submit(self, copy: Copy) -> bool:
         match copy:
             case LoadCopy() | Look():

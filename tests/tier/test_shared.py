@@ -150,17 +150,19 @@ def test_other_users_files_and_other_formats_are_left_alone(tmp_path, caplog, su
 
 def test_a_look_takes_in_a_large_table_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_files, "_MOST_RECORDS", 2)
-    slab = slabs.open_file(tmp_path, "d.1", SHAPE)
-    for slot in range(5):
-        slab.write(slot, memoryview(bytes(256)), Stored(slot, KEYS[slot], ROOT, 0, 0, slot))
+    owners = [slabs.open_file(tmp_path, rank, SHAPE) for rank in ("d.1", "d.2")]
+    for number in range(5):
+        record = Stored(number // 2, KEYS[number], ROOT, 0, 0, number)
+        owners[number % 2].write(record.slot, memoryview(bytes(256)), record)
     shared = SharedFiles(tmp_path / SHAPE.layout_id.hex(), "d.0", SHAPE, FileCalls())
     known = []
     for _ in range(3):
         shared.look()
         known.append(len(shared))
-    assert known == [2, 4, 5]
+    assert known == [2, 4, 5], "so many at a time, of all files together"
     shared.close()
-    slab.close()
+    for slab in owners:
+        slab.close()
 
 
 def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):

@@ -253,7 +253,7 @@ class Tiering:
         The bytes stay in the kernel's page cache. They take no slot of a nearer tier, so nothing has to be
         written to a file in their place.
         """
-        if self.is_lost or not any(self.books.in_files):
+        if self.is_lost or not any(self.books.in_files) or not self.thread.may_read_ahead:
             return
         ahead_bytes = 0
         for seq in islice(waiting, _READ_AHEAD_FOR):

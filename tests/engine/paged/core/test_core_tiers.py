@@ -46,6 +46,8 @@ class ByHand:
     def num_writes(self):
         return sum(isinstance(copy, Store | Move) for copy in self.waiting)
 
+    may_read_ahead = True
+
     def submit(self, copy):
         takes = self.takes and len(self.waiting) < self.most
         if takes:
