@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -172,7 +171,6 @@ def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):
 
     def store(rank, slot, what):
         rank_slabs[rank].write(slot, memoryview(what * 16), Stored(slot, what, ROOT, 0, 0, 1))
-        time.sleep(0.06)  # By the clock of the file the next change is another one.
         shared.look()
 
     store("d.1", 0, key)
