@@ -137,11 +137,9 @@ def main(module: str, make_roles: MakeRoles) -> None:
         config = config if config.kv_pages else with_pool(config)
         if (follower := choose.follower(config, module)) is not None:
             sys.exit(asyncio.run(follower.serve(notifier, config.leaving_s)))
-        configs = rank_configs(config, held)
-        own_ids = [own_rank_id(rank) for rank in configs]
-        roles = make_roles(config, own_ids)
+        own_ids = list(map(own_rank_id, configs := rank_configs(config, held)))
         try:
-            asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon))
+            asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids), notifier, _end_soon))
         except RankFailed as error:  # Its stack explains nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
