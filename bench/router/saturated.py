@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -146,6 +147,8 @@ async def row(asked: Asked, spent: Spent) -> Row:
     took = {name: after - before[name] for name, after in spent().items()}
     told_row = row_of(asked, told, took)
     print(told_row, file=sys.stderr, flush=True)
+    for text, count in Counter(told.errors).most_common(5):
+        print(f"{count} errors: {text}", file=sys.stderr, flush=True)
     return told_row
 
 

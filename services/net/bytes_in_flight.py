@@ -25,7 +25,7 @@ from typing import Any
 
 from services.values.errors import ConfigError, DeadlineExceeded, NoCapacity
 
-EARLY_S = 0.02  # A message that was sent together with its call's head arrives within this time.
+EARLY_S = 0.2  # A message sent together with its call's head arrives within this time, on a busy machine too.
 OLD_S = 1.0  # A message on its way may be read for this long, whatever else comes.
 SLOW_S = 60.0  # A message must be complete within this time, as an HTTP body must.
 STREAMS = 16  # At most this many streams of messages may be idle.
