@@ -33,18 +33,19 @@ from bench.placement import cells
 from bench.placement.figures import counts_of, goals_of, means_of, ratios, verdicts
 from bench.placement.generators import WORKLOADS
 from bench.placement.goals import PooledHits, goals
-from bench.placement.ranks import Timing
 from bench.placement.settings import (
     LAYOUTS,
     SHARED_DURATION_S,
     SHARED_REQUESTS_PER_S,
     VARIATIONS,
-    Setting,
     settings,
 )
 from bench.placement.simulation import ONE_PLAN, POLICIES, READ_INDEX, Simulation
-from bench.placement.workload import TraceRequest, pooled_lru_hits, read_trace, shared_prefix, spread
+from bench.placement.workload import pooled_lru_hits, read_trace, shared_prefix, spread
 from bench.report import Row, table, write_json
+from services.router.replay.ranks import Timing
+from services.router.replay.setting import Setting
+from services.router.replay.workload import TraceRequest
 
 
 def main() -> None:

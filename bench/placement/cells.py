@@ -20,11 +20,11 @@ from time import process_time
 from bench.placement.figures import figures_of
 from bench.placement.generators import WORKLOADS, closed_arrivals, open_arrivals
 from bench.placement.peers import PEERS
-from bench.placement.ranks import Job, Timing
-from bench.placement.settings import Setting
 from bench.placement.simulation import Simulation
-from bench.placement.workload import TraceRequest
 from bench.report import Row
+from services.router.replay.ranks import Job, Timing
+from services.router.replay.setting import Setting
+from services.router.replay.workload import TraceRequest
 
 # A rank as large as a model of 70B needs, over eight devices: 320 KiB a token, a million tokens.
 TIMING = Timing(

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
-from bench.placement.ranks import Job
 from bench.report import Row, verdict
+from services.router.replay.ranks import Job
 
 NEW_TOKENS = (1_000, 4_000, 16_000)  # The edges between lengths of new parts.
 _TTFT_S, _TTFT_TIMES, _ITL_S = 2.0, 2.0, 0.2

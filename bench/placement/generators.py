@@ -26,7 +26,7 @@ from itertools import count
 from math import log
 from random import Random
 
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 
 LONG_TOKENS, SHORT_TOKENS = 24_000, 4_000
 _MOST_TOKENS = 128_000  # of a context

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from xxhash import xxh3_64_intdigest
 
-from bench.placement.ranks import Job, Rank
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.ranks import Job, Rank
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 
@@ -21,23 +21,6 @@ _IMBALANCE_REQUESTS, _IMBALANCE_RATIO = 32, 1.1
 _REMEMBERED_BLOCKS = 2**26 // 4 // BLOCK_TOKENS
 _PREFIX_BLOCKS = 4  # 2,048 tokens: the trace's first block is the same in all prompts
 _BOUNDED_LOAD = 1.25
-
-
-class Policy(Protocol):
-    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
-        """Index of the decode rank; of the prefill rank, or None where decode computes."""
-
-    def sent(self, job: Job) -> None: ...
-
-    def first_token(self, job: Job) -> None: ...
-
-    def ended(self, job: Job) -> None: ...
-
-    def loaded(self, rank: Rank) -> None:
-        """A rank has reported."""
-
-    def told(self, rank: RankId, taken: CacheEvents) -> None:
-        """A rank's cache events have come."""
 
 
 class Picker(Protocol):

@@ -24,12 +24,12 @@ from tempfile import TemporaryDirectory
 from bench.checkpoint import Size, write
 from bench.placement.cells import TIMING, Cell, Fleet
 from bench.placement.figures import quantile
-from bench.placement.ranks import Timing
-from bench.placement.settings import Setting
 from bench.placement.simulation import Simulation
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from bench.report import Row, table, write_json
 from services.cli.local.local_cluster import LocalCluster, Shape
+from services.router.replay.ranks import Timing
+from services.router.replay.setting import Setting
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 _PART = 8

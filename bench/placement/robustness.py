@@ -14,13 +14,13 @@ from pathlib import Path
 
 from bench.placement.cells import Cell, Fleet
 from bench.placement.figures import figures_of
-from bench.placement.ours import Ours
-from bench.placement.policies import Policy
-from bench.placement.ranks import Job, Rank
-from bench.placement.settings import Setting
 from bench.placement.simulation import Simulation
-from bench.placement.workload import TraceRequest
 from bench.report import Row, table, write_json
+from services.router.replay.ours import Ours
+from services.router.replay.policy import Policy
+from services.router.replay.ranks import Job, Rank
+from services.router.replay.setting import Setting
+from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents
 from services.values.rank import RankId, RankKey
 from services.values.rank_reports import RankLoad

@@ -8,61 +8,11 @@ tier of four times their size ("tier-4") and without ("tier-0").
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from bench.placement.ranks import Timing
-from services.router.placement.price import PriceWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """`prefill` 0: an aggregated layout, in which every rank does both. `copies` of the trace at once, of
-    which the first `duration_s` seconds are replayed."""
-
-    prefill: int
-    decode: int
-    blocks: int = 2_500  # per rank
-    tier_blocks: int = 0  # per rank, below its pool
-    states: int = 0  # per rank, to go on from; 0: a model without, which goes on wherever blocks are held
-    staleness_s: float = 0.25  # of the index, beyond the publisher's gathering
-    routers: int = 1
-    workload: str = "trace"
-    copies: int = 1
-    duration_s: float | None = None
-    timing: Timing = field(default_factory=Timing)
-    weights: PriceWeights = field(default_factory=PriceWeights)
-    slow_share: float = 1.0  # of the usual speed, that the first rank that computes prompts has
-
-    def timings(self, num_ranks: int, num_slow: int) -> list[Timing]:
-        timing, share = self.timing, self.slow_share
-        slow = replace(
-            timing,
-            tokens_per_s=timing.tokens_per_s * share,
-            step_s=timing.step_s / share,
-            step_s_per_sequence=timing.step_s_per_sequence / share,
-        )
-        return [slow if index < num_slow else timing for index in range(num_ranks)]
-
-    @property
-    def layout(self) -> str:
-        return f"{self.prefill}+{self.decode}" if self.prefill else f"{self.decode} aggregated"
-
-    @property
-    def without_index(self) -> "Setting":
-        return replace(self, staleness_s=0.0)
-
-    def columns(self) -> dict[str, object]:
-        return {
-            "workload": self.workload,
-            "layout": self.layout,
-            "blocks": self.blocks,
-            "tier": self.tier_blocks,
-            "tokens/s": int(self.timing.tokens_per_s),
-            "stale_s": self.staleness_s,
-            "routers": self.routers,
-        }
-
+from services.router.replay.ranks import Timing
+from services.router.replay.setting import Setting
 
 # Prompts share three quarters; so many a second that not all can be computed in full.
 SHARED_REQUESTS_PER_S = 8.0

@@ -3,38 +3,13 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+
 TICK_S = 3.0  # between two arrival times of the trace
-BLOCK_TOKENS = 512  # of the trace; one page of the simulated pools, and one index block
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """`blocks` are ids of blocks of BLOCK_TOKENS; the last one of a trace may be partly filled, and counts as
-    a whole one, as in the trace's own figures. A generated request has its full blocks alone.
-
-    It is sent at `arrival_s`, or `wait_s` after the requests whose numbers are in `after` have ended.
-    """
-
-    number: int
-    arrival_s: float
-    blocks: tuple[int, ...]
-    prompt_tokens: int
-    output_tokens: int
-    session: str
-    after: tuple[int, ...] = ()
-    wait_s: float = 0.0
-    answered: tuple[int, ...] = ()  # the full blocks of prompt and answer; none: nobody asks for them again
-    new_tokens: int = 0  # of the prompt, behind what its session has said or what sessions share
-    client: int = 0  # whose session it is
-
-    @property
-    def num_pages(self) -> int:
-        """Return the pages of the prompt."""
-        return max(len(self.blocks), -(-self.prompt_tokens // BLOCK_TOKENS))
 
 
 def read_trace(path: Path, duration_s: float | None = None, copies: int = 1) -> list[TraceRequest]:

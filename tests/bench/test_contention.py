@@ -8,13 +8,13 @@ import pytest
 from bench.placement.cells import CELL_POLICIES, Cell, Fleet
 from bench.placement.figures import counts_of, figures_of, goals_of, jain, means_of, ratios, verdicts
 from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, closed_arrivals, open_arrivals
-from bench.placement.ours import Outlook
+from bench.placement.oracle import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
-from bench.placement.ranks import DecodeRank, Job
 from bench.placement.robustness import WRONG
-from bench.placement.settings import Setting
 from bench.placement.simulation import ONE_PLAN, Simulation
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.ranks import DecodeRank, Job
+from services.router.replay.setting import Setting
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import PageBooks
 from services.values.rank_reports import RankLoad
 

@@ -8,9 +8,7 @@ from random import Random
 
 import pytest
 
-from bench.placement.events import Events
 from bench.placement.goals import goals
-from bench.placement.pins import Pins
 from bench.placement.settings import LAYOUTS, VARIATIONS, Setting, settings
 from bench.placement.simulation import POLICIES, READ_INDEX, Simulation
 from bench.placement.workload import (
@@ -20,6 +18,8 @@ from bench.placement.workload import (
     shared_prefix,
     spread,
 )
+from services.router.replay.events import Events
+from services.router.replay.pins import Pins
 from services.values.rank import RankKey
 
 pytestmark = pytest.mark.long

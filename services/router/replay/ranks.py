@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from bench.placement.below import Tier, reading_s
-from bench.placement.events import Events
-from bench.placement.resuming import Resuming
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.kv.block_hash import scope_seed
 from services.kv.prefix_cache import PrefixCache, SequencePages
+from services.router.replay.below import Tier, reading_s
+from services.router.replay.events import Events
+from services.router.replay.resuming import Resuming
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 from services.values.rank_reports import RankLoad

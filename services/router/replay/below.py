@@ -6,10 +6,10 @@ pool has, and what the pool had before, as far as there are slots.
 
 from collections.abc import Sequence
 
-from bench.placement.workload import BLOCK_TOKENS
 from services.kv.block_hash import sequence_hashes
 from services.kv.tiers.books import TierBooks
 from services.kv.tiers.tier_keys import KEY_BYTES, ROOT
+from services.router.replay.workload import BLOCK_TOKENS
 from services.values.kv import CacheEvents
 
 

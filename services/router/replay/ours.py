@@ -1,23 +1,22 @@
-"""The router's own placement in the simulator, and the same price with nothing hidden from it."""
+"""The router's own placement in the simulator."""
 
-from bisect import bisect_right, insort
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from bench.placement.events import Events
-from bench.placement.pins import Pins
-from bench.placement.ranks import MODEL, DecodeRank, Job, Rank, Timing
-from bench.placement.workload import BLOCK_TOKENS, TraceRequest
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.placement.candidates import Asked, DecodeCandidate, PlacementRequest, PrefillCandidate
-from services.router.placement.decision import Decision, place
+from services.router.placement.candidates import Asked
+from services.router.placement.decision import Decision
 from services.router.placement.placer import Placer, PlacerSettings
 from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
+from services.router.replay.events import Events
+from services.router.replay.pins import Pins
+from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
+from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import NO_CHECKPOINTS, Registration
@@ -70,7 +69,7 @@ class Ours:
         asked = self._asked(request)
         decision = self._placer.place(asked, self._random.random())
         self._placed[request.number] = asked.hashes, decision
-        return _ranks_of(decision)
+        return ranks_of(decision)
 
     def _asked(self, request: TraceRequest) -> Asked:
         hashes = sequence_hashes(request.blocks, 1, _SEED)
@@ -109,134 +108,7 @@ class Ours:
         self._balance.report(rank.id.key, rank.load())
 
 
-class Outlook:
-    """The oracle sees this beside caches and queues: what was sent and is not computed yet, with the blocks
-    that it will leave, and when requests come back whose answers have been given."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._returns: defaultdict[Rank, list[float]] = defaultdict(list)  # to where the answer was
-        self._sent: defaultdict[Rank, dict[Job, int]] = defaultdict(dict)  # tokens that each will compute
-        self._blocks: defaultdict[Rank, Counter[int]] = defaultdict(Counter)
-
-    def will_return(self, at_s: float, rank: Rank) -> None:
-        insort(self._returns[rank], at_s)
-
-    def returning(self, rank: Rank, seconds: float) -> int:
-        """Return how many come back in so many seconds."""
-        known, now = self._returns[rank], self._clock()
-        del known[: bisect_right(known, now)]
-        return bisect_right(known, now + seconds)
-
-    def sent(self, job: Job) -> None:
-        rank, request = job.prefill or job.decode, job.request
-        self._sent[rank][job] = request.prompt_tokens - self.reused_tokens(rank, request)
-        self._blocks[rank].update(request.blocks)
-
-    def computed(self, job: Job) -> None:
-        rank = job.prefill or job.decode
-        del self._sent[rank][job]
-        blocks = self._blocks[rank]
-        blocks.subtract(job.request.blocks)
-        for block in job.request.blocks:
-            if not blocks[block]:
-                del blocks[block]
-
-    def pending_tokens(self, rank: Rank) -> int:
-        """Return those that will be computed before the next prompt's."""
-        queued = sum(tokens for job, tokens in self._sent[rank].items() if not job.began_s)
-        return queued + rank.exact_current_tokens
-
-    def reused_tokens(self, rank: Rank, request: TraceRequest) -> int:
-        """Return the tokens that need not be computed when its turn comes; prompts are computed in order."""
-        if rank.resuming.num_states:
-            return rank.reused_tokens(request)
-        held, blocks = rank.matched_tokens(request) // BLOCK_TOKENS, self._blocks[rank]
-        while held < len(request.blocks) and request.blocks[held] in blocks:
-            held += 1
-        return min(held * BLOCK_TOKENS, request.prompt_tokens - 1)
-
-
-class Oracle:
-    """The same price of every cache and queue as it is at this moment, and with the outlook. It is near the
-    best and no bound: it takes one request at a time, and the next sessions are as new to it as to ours."""
-
-    def __init__(self, fleet: Fleet, seed: int, outlook: Outlook) -> None:
-        self._fleet = fleet
-        self._outlook = outlook
-        self._random = Random(seed)
-
-    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
-        return _ranks_of(self._decide(request))
-
-    def _decide(self, request: TraceRequest) -> Decision:
-        fleet, timing = self._fleet, self._fleet.timing
-        asked = PlacementRequest(
-            request.prompt_tokens,
-            timing.kv_bytes_per_token,
-            timing.chunk_tokens,
-            None,
-            fleet.plans,
-            carried_bytes=timing.state_bytes,
-        )
-        return place(
-            asked,
-            [self._decode_candidate(rank, request) for rank in fleet.decodes],
-            [self._prefill_candidate(rank, request) for rank in fleet.prefills],
-            lambda _sender, _receiver: timing.bytes_per_s,
-            fleet.weights,
-            self._random.random(),
-        )
-
-    def _decode_candidate(self, rank: DecodeRank, request: TraceRequest) -> DecodeCandidate:
-        books, pending = rank.cache.books(), self._outlook.pending_tokens(rank)
-        # Those that come back before this one is computed will wait for it: that counts as its own wait.
-        reused = self._outlook.reused_tokens(rank, request)
-        uncached = request.prompt_tokens - reused
-        pending += uncached * self._outlook.returning(rank, (pending + uncached) / rank.timing.tokens_per_s)
-        return DecodeCandidate(
-            id=rank.id,
-            hit_tokens=rank.matched_tokens(request),
-            pending_tokens=pending,
-            queued=len(rank._queue),
-            prefill_tokens_per_s=rank.timing.tokens_per_s,
-            running=rank.num_running,
-            token_s=rank.batch_step_s(),
-            free_tokens=books.free * BLOCK_TOKENS,
-            evictable_tokens=books.cached * BLOCK_TOKENS,
-            resume_tokens=reused,
-        )
-
-    def _prefill_candidate(self, rank: Rank, request: TraceRequest) -> PrefillCandidate:
-        books = rank.cache.books()
-        return PrefillCandidate(
-            id=rank.id,
-            hit_tokens=rank.matched_tokens(request),
-            pending_tokens=self._outlook.pending_tokens(rank),
-            queued=len(rank._queue),
-            prefill_tokens_per_s=rank.timing.tokens_per_s,
-            free_tokens=books.free * BLOCK_TOKENS,
-            evictable_tokens=books.cached * BLOCK_TOKENS,
-            resume_tokens=self._outlook.reused_tokens(rank, request),
-        )
-
-    def sent(self, job: Job) -> None:
-        self._outlook.sent(job)
-
-    def first_token(self, job: Job) -> None:
-        self._outlook.computed(job)
-
-    def ended(self, job: Job) -> None:
-        """Seen at once."""
-
-    def loaded(self, rank: Rank) -> None:
-        """It needs no reports."""
-
-    def told(self, rank: RankId, taken: CacheEvents) -> None:
-        """It needs no events."""
-
-
-def _ranks_of(decision: Decision) -> tuple[int, int | None]:
+def ranks_of(decision: Decision) -> tuple[int, int | None]:
     chosen = decision.chosen
     return chosen.decode.id.rank, None if chosen.prefill is None else chosen.prefill.id.rank
 

@@ -6,8 +6,8 @@ the life is over; gone when it is. A writer sees its own at once.
 
 from dataclasses import dataclass
 
-from bench.placement.events import Events
 from services.index.pins import PinSettings
+from services.router.replay.events import Events
 from services.values.rank import RankKey
 
 _SETTINGS = PinSettings()

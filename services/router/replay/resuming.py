@@ -6,10 +6,10 @@ not say which blocks it becomes: its end is stood in for by the prompt's last bo
 
 from collections.abc import Sequence
 
-from bench.placement.workload import BLOCK_TOKENS
 from services.kv.checkpoints import Checkpoints, SavedPoint, borders_to_keep
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.kv.radix_tree import Node
+from services.router.replay.workload import BLOCK_TOKENS
 from services.values.kv import BlockHash
 
 _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a block is a page

@@ -1,0 +1,1 @@
+"""Requests are replayed here in virtual time, by the router's own placer over simulated ranks."""

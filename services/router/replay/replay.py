@@ -1,0 +1,124 @@
+"""One replay: requests, ranks, and the router's own placement."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from services.router.ranks.rank_order import Share
+from services.router.replay.events import Events
+from services.router.replay.ours import Fleet, Ours
+from services.router.replay.pins import Pins
+from services.router.replay.policy import Policy
+from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
+from services.router.replay.setting import Setting
+from services.router.replay.workload import TraceRequest
+from services.values.kv import CacheEvents
+from services.values.rank import Generation, Plan, RankId
+
+_BELOW_S = 0.5  # in the mean until the next record of what lies below; there is one a second
+
+
+class Replay:
+    """It replays the requests with policy "ours", with "ours-remote" or "ours-local" by one plan alone, or
+    with "ours-held", which takes ranks to go on wherever they hold a prompt."""
+
+    def __init__(self, setting: Setting, policy: str, requests: Sequence[TraceRequest]) -> None:
+        self._setting = setting
+        self._requests = requests
+        self._events = Events()
+        events = self._events
+        slow_decodes, slow_prefills = (0, 1) if setting.prefill else (1, 0)
+        below = setting.states, setting.tier_blocks
+        self._decodes = [
+            DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, *below)
+            for i, timing in enumerate(setting.timings(setting.decode, slow_decodes))
+        ]
+        self._prefills = [
+            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, *below)
+            for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills))
+        ]
+        self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
+        self._waiting: dict[int, int] = {}  # for so many requests
+        self._policies = self._make_policies(policy)
+        for rank in self.ranks:
+            rank.report = self._report
+            rank.publish, rank.publish_below = self._publish, self._publish_below
+        self.jobs: list[Job] = []
+
+    @property
+    def ranks(self) -> Sequence[Rank]:
+        return (*self._prefills, *self._decodes)
+
+    def serve(self) -> None:
+        """Let every request be served."""
+        for index, policy in enumerate(self._policies):
+            for request in self._requests[index :: len(self._policies)]:
+                if request.after:
+                    self._waiting[request.number] = len(request.after)
+                    for number in request.after:
+                        self._followers.setdefault(number, []).append((policy, request))
+                else:
+                    self._events.at(request.arrival_s, self._send, policy, request)
+        self._events.run()
+        for rank in self.ranks:
+            rank.cache.check()
+            assert rank.cache.num_open == 0, f"{rank.id} still holds pages"
+        assert len(self.jobs) == len(self._requests)
+
+    def _make_policies(self, name: str) -> list[Policy]:
+        setting = self._setting
+        pins = Pins(self._events, setting.staleness_s)
+        shares = [Share(i, setting.routers) for i in range(setting.routers)]
+        fleet, tells = self._fleet(name), name != "ours-held"
+        return [Ours(fleet, self._events, share, pins, tells) for share in shares]
+
+    def _fleet(self, name: str) -> Fleet:
+        setting = self._setting
+        plans = {Plan.REMOTE, Plan.LOCAL} if not name.endswith("-remote") else {Plan.REMOTE}
+        if not self._prefills or name.endswith("-local"):
+            plans = {Plan.LOCAL}
+        return Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
+
+    def _will_return(self, at_s: float, rank: Rank) -> None:
+        """The next request of a conversation is known now, and who may see what is to come learns it here."""
+
+    def _send(self, policy: Policy, request: TraceRequest) -> None:
+        decode, prefill = policy.choose(request)
+
+        def first_token(job: Job) -> None:
+            self._events.after(self._setting.timing.hop_s, policy.first_token, job)
+
+        def ended(job: Job) -> None:
+            self._events.after(self._setting.timing.hop_s, policy.ended, job)
+            self._send_followers(job)
+
+        job = Job(
+            request,
+            self._decodes[decode],
+            None if prefill is None else self._prefills[prefill],
+            first_token,
+            ended,
+        )
+        self.jobs.append(job)
+        policy.sent(job)
+        self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
+
+    def _send_followers(self, job: Job) -> None:
+        for policy, request in self._followers.pop(job.request.number, ()):
+            self._waiting[request.number] -= 1
+            if not self._waiting[request.number]:
+                at_s = self._events.now + request.wait_s
+                self._will_return(at_s, job.decode)
+                self._events.at(at_s, self._send, policy, replace(request, arrival_s=at_s))
+
+    def _report(self, rank: Rank) -> None:
+        for policy in self._policies:
+            policy.loaded(rank)
+
+    def _publish(self, rank: Rank, taken: CacheEvents) -> None:
+        for policy in self._policies:
+            self._events.after(self._setting.staleness_s, policy.told, rank.id, taken)
+
+    def _publish_below(self, rank: Rank, taken: CacheEvents) -> None:
+        for policy in self._policies:
+            if isinstance(policy, Ours):  # The others know nothing of tiers.
+                self._events.after(_BELOW_S + self._setting.staleness_s, policy.told_below, rank.id, taken)
