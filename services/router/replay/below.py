@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from services.kv.block_hash import sequence_hashes
 from services.kv.tiers.books import TierBooks
 from services.kv.tiers.tier_keys import KEY_BYTES, ROOT
-from services.router.replay.workload import BLOCK_TOKENS
 from services.values.kv import CacheEvents
 
 
@@ -38,10 +37,6 @@ class Tier:
 
     def take_events(self) -> CacheEvents:
         return self._books.take_events()
-
-
-def reading_s(num_blocks: int, kv_bytes_per_token: int, bytes_per_s: float) -> float:
-    return num_blocks * BLOCK_TOKENS * kv_bytes_per_token / bytes_per_s
 
 
 def _key(block: int) -> bytes:

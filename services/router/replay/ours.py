@@ -16,7 +16,7 @@ from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
 from services.router.replay.pins import Pins
 from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import NO_CHECKPOINTS, Registration
@@ -44,7 +44,7 @@ class Ours:
         self._balance = Balance(
             events.clock, prior_bandwidth=timing.bytes_per_s, chunk_tokens=timing.chunk_tokens
         )
-        settings = PlacerSettings(BLOCK_TOKENS, timing.chunk_tokens, fleet.weights)
+        settings = PlacerSettings(timing.block_tokens, timing.chunk_tokens, fleet.weights)
         self._deltas: Counter[RankKey] = Counter()  # taken in
         self._placer = Placer(
             settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True, self.below
@@ -118,11 +118,13 @@ def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Regist
         KvGroup(GroupKind.FULL_ATTENTION, (1,), 1, 1, "bfloat16"),
         KvGroup(GroupKind.RECURRENT, (0,), 0, 0, "bfloat16", unit_bytes=timing.state_bytes),
     )
-    page_bytes = BLOCK_TOKENS * timing.kv_bytes_per_token
+    layout = KvLayout(timing.block_tokens, timing.block_bytes, 1, groups=groups if timing.state_bytes else ())
     return Registration(
         role=role,
         address=RankAddress(rank.id, "sim:1"),
-        layout=KvLayout(BLOCK_TOKENS, page_bytes, 1, groups=groups if timing.state_bytes else ()),
+        layout=KvLayout(
+            timing.block_tokens, timing.block_bytes, 1, groups=groups if timing.state_bytes else ()
+        ),
         model=MODEL,
         max_context_tokens=1 << 20,
         total_pages=rank.cache.num_pages,
@@ -134,11 +136,12 @@ def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Regist
 def _admitted(job: Job, plan: Plan) -> Admitted:
     remote = plan is Plan.REMOTE
     tokens, timing = job.request.prompt_tokens, job.decode.timing
+    block_tokens = timing.block_tokens
     carried_bytes = timing.state_bytes if remote else 0
     return Admitted(
         prompt_tokens=tokens,
-        decode_prefix_len=min((job.decode_blocks if remote else job.resumed_blocks) * BLOCK_TOKENS, tokens),
-        prefill_prefix_len=min(job.resumed_blocks * BLOCK_TOKENS, tokens) if remote else 0,
+        decode_prefix_len=min((job.decode_blocks if remote else job.resumed_blocks) * block_tokens, tokens),
+        prefill_prefix_len=min(job.resumed_blocks * block_tokens, tokens) if remote else 0,
         computed_tokens=job.computed_tokens,
         kv_bytes_moved=job.delta_tokens * timing.kv_bytes_per_token + carried_bytes,
         kv_bytes_prompt=tokens * timing.kv_bytes_per_token + carried_bytes,
@@ -148,5 +151,5 @@ def _admitted(job: Job, plan: Plan) -> Admitted:
         prefill_compute_s=job.computed_s - job.began_s,
         transfer_s=job.transfer_s,
         plan=plan,
-        brought_tokens=job.brought_blocks * BLOCK_TOKENS,
+        brought_tokens=job.brought_blocks * block_tokens,
     )

@@ -4,7 +4,7 @@
     decode:   submitted -> matched, pages taken -> (remote) landed -> decoding -> ended
                                                 -> (local) its turn: chunks computed with the batch's steps
 
-A page is one block of the trace (512 tokens). A prompt is matched when its turn to be computed comes, or, if
+A page is one block. A prompt is matched when its turn to be computed comes, or, if
 decode only receives it, as soon as there are pages. Who computes it reads beforehand what its tier holds
 beyond its pool, while others are computed. What is generated takes pages, and leaves behind those
 of TraceRequest.answered; none for the trace, which does not say which blocks it becomes.
@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from services.kv.block_hash import scope_seed
 from services.kv.prefix_cache import PrefixCache, SequencePages
-from services.router.replay.below import Tier, reading_s
+from services.router.replay.below import Tier
 from services.router.replay.events import Events
 from services.router.replay.resuming import Resuming
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
@@ -33,6 +33,7 @@ MODEL = "sim"
 class Timing:
     """The model's constants. The KV is that of an 8B model with grouped queries in 16 bits."""
 
+    block_tokens: int = BLOCK_TOKENS  # a page of the pools, and an index block
     tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
     chunk_tokens: int = 2_048
     kv_bytes_per_token: int = 131_072
@@ -45,6 +46,10 @@ class Timing:
     chunk_step_s: float = 0.0  # that a chunk takes beyond its tokens, however few they are
     report_s: float = 0.05  # between two reports of a rank's load
     flush_s: float = 0.05  # a publisher gathers cache events for so long
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.kv_bytes_per_token
 
     @property
     def reported_tokens_per_s(self) -> float:
@@ -93,9 +98,10 @@ class Rank(ABC):
     ) -> None:
         self.id = id
         self.tier = Tier(tier_blocks, scope_seed(MODEL)) if tier_blocks else None
-        self.resuming = Resuming(num_states)
+        self.resuming = Resuming(num_states, timing.block_tokens)
         self.cache = PrefixCache(num_pages, 1, 1, MODEL, forget=self.resuming.forget)
         self.timing = timing
+        self.block_tokens = timing.block_tokens
         self.events = events
         self.busy_s = 0.0
         self.holds_all = False  # whether it is taken to hold all but the new part of every prompt
@@ -133,14 +139,14 @@ class Rank(ABC):
         return left - int(min(done, self._chunk_tokens))
 
     def matched_tokens(self, request: TraceRequest) -> int:
-        return self.cache.match_len(request.blocks, "") * BLOCK_TOKENS
+        return self.cache.match_len(request.blocks, "") * self.block_tokens
 
     def reused_tokens(self, request: TraceRequest) -> int:
         if self.holds_all:
             return request.prompt_tokens - request.new_tokens
         found, num_blocks = self.cache.look_up(request.blocks, ""), len(request.blocks)
         first = self.resuming.would_begin(found.deepest, found.cached_pages, num_blocks)
-        return min(first * BLOCK_TOKENS, request.prompt_tokens - 1)
+        return min(first * self.block_tokens, request.prompt_tokens - 1)
 
     def _submit(self, job: Job) -> None:
         job.queued_s = self.events.now
@@ -165,8 +171,8 @@ class Rank(ABC):
         if self.tier is None:
             return False
         depth, held, timing = self.tier.depth(job.request.blocks), self._pages[job].prefix_len, self.timing
-        read_s = reading_s(depth - held, timing.kv_bytes_per_token, timing.tier_bytes_per_s)
-        if depth <= held or read_s * timing.tokens_per_s >= (depth - held) * BLOCK_TOKENS:
+        read_s = (depth - held) * timing.block_bytes / timing.tier_bytes_per_s
+        if depth <= held or read_s * timing.tokens_per_s >= (depth - held) * self.block_tokens:
             return False
         job.brought_blocks = depth - held
         self.events.after(read_s, self._has_read, job)
@@ -185,7 +191,7 @@ class Rank(ABC):
         pages, num_blocks = self._pages[job], len(job.request.blocks)
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
         job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
-        matched = min(job.resumed_blocks * BLOCK_TOKENS, job.request.prompt_tokens - 1)
+        matched = min(job.resumed_blocks * self.block_tokens, job.request.prompt_tokens - 1)
         if self.holds_all:
             matched = job.request.prompt_tokens - job.request.new_tokens
         self._done_tokens = matched
@@ -196,7 +202,7 @@ class Rank(ABC):
         assert self._current is not None
         left = self._current.request.prompt_tokens - self._done_tokens
         # To a block's end, so that whole blocks can be published.
-        aligned = (self._done_tokens + self.timing.chunk_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
+        aligned = (self._done_tokens + self.timing.chunk_tokens) // self.block_tokens * self.block_tokens
         self._chunk_tokens = min(left, max(1, aligned - self._done_tokens))
         self._chunk_began_s = self.events.now
         took_s = self._chunk_s()
@@ -211,7 +217,7 @@ class Rank(ABC):
         assert job is not None
         self._done_tokens += self._chunk_tokens
         whole = self._done_tokens == job.request.prompt_tokens
-        num_blocks = len(job.request.blocks) if whole else self._done_tokens // BLOCK_TOKENS
+        num_blocks = len(job.request.blocks) if whole else self._done_tokens // self.block_tokens
         pages = self._pages[job]
         self.cache.publish(pages, job.request.blocks[:num_blocks])
         for border in job.borders:
@@ -301,7 +307,7 @@ class PrefillRank(Rank):
         self._submit(job)
 
     def _num_pages(self, job: Job) -> int:
-        return job.request.num_pages
+        return job.request.num_pages(self.block_tokens)
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
         if not super()._open(job, max_blocks):
@@ -367,7 +373,7 @@ class DecodeRank(Rank):
         while self._receiving and self._open(self._receiving[0]):
             job = self._receiving.popleft()
             assert job.prefill is not None
-            job.delta_tokens = max(0, job.request.prompt_tokens - job.decode_blocks * BLOCK_TOKENS)
+            job.delta_tokens = max(0, job.request.prompt_tokens - job.decode_blocks * self.block_tokens)
             self.events.after(self.timing.hop_s, job.prefill.submit, job)
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:
@@ -378,8 +384,8 @@ class DecodeRank(Rank):
 
     def _num_pages(self, job: Job) -> int:
         request = job.request
-        tokens = max(len(request.blocks) * BLOCK_TOKENS, request.prompt_tokens) + request.output_tokens
-        return -(-tokens // BLOCK_TOKENS)
+        tokens = max(len(request.blocks) * self.block_tokens, request.prompt_tokens) + request.output_tokens
+        return -(-tokens // self.block_tokens)
 
     def _close(self, job: Job) -> None:
         super()._close(job)

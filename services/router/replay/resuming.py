@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from services.kv.checkpoints import Checkpoints, SavedPoint, borders_to_keep
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.kv.radix_tree import Node
-from services.router.replay.workload import BLOCK_TOKENS
 from services.values.kv import BlockHash
 
 _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a block is a page
@@ -18,7 +17,8 @@ _STRIDE_BLOCKS = 32  # as many as eight chunks of the engine's have, where a blo
 class Resuming:
     """It works over one rank's cache, in blocks. With no states it goes on wherever it holds."""
 
-    def __init__(self, num_states: int) -> None:
+    def __init__(self, num_states: int, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self.num_states = num_states
         self._points = Checkpoints(drop=lambda point: None)
         self.forget = self._points.forget
@@ -49,8 +49,8 @@ class Resuming:
     def keep_for_answer(
         self, cache: PrefixCache, pages: SequencePages, prompt_tokens: int, output_tokens: int
     ) -> None:
-        last = (prompt_tokens - 1) // BLOCK_TOKENS
-        if self.num_states and prompt_tokens + output_tokens > (last + 1) * BLOCK_TOKENS:
+        last = (prompt_tokens - 1) // self._block_tokens
+        if self.num_states and prompt_tokens + output_tokens > (last + 1) * self._block_tokens:
             self.keep(cache, pages, last)
 
     def take_events(self) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-BLOCK_TOKENS = 512  # of the trace; one page of the simulated pools, and one index block
+BLOCK_TOKENS = 512  # of the trace and of made-up requests
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`blocks` are ids of blocks of BLOCK_TOKENS; the last one of a trace may be partly filled, and counts as
-    a whole one, as in the trace's own figures. A generated request has its full blocks alone.
+    """`blocks` are ids of blocks of Timing.block_tokens; the last one of a trace may be partly filled, and
+    counts as a whole one, as in the trace's own figures. A generated request has its full blocks alone.
 
     It is sent at `arrival_s`, or `wait_s` after the requests whose numbers are in `after` have ended.
     """
@@ -25,7 +25,6 @@ class TraceRequest:
     new_tokens: int = 0  # of the prompt, behind what its session has said or what sessions share
     client: int = 0  # whose session it is
 
-    @property
-    def num_pages(self) -> int:
+    def num_pages(self, block_tokens: int) -> int:
         """Return the pages of the prompt."""
-        return max(len(self.blocks), -(-self.prompt_tokens // BLOCK_TOKENS))
+        return max(len(self.blocks), -(-self.prompt_tokens // block_tokens))
