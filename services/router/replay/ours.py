@@ -118,13 +118,11 @@ def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Regist
         KvGroup(GroupKind.FULL_ATTENTION, (1,), 1, 1, "bfloat16"),
         KvGroup(GroupKind.RECURRENT, (0,), 0, 0, "bfloat16", unit_bytes=timing.state_bytes),
     )
-    layout = KvLayout(timing.block_tokens, timing.block_bytes, 1, groups=groups if timing.state_bytes else ())
+    carried = groups if timing.state_bytes else ()
     return Registration(
         role=role,
         address=RankAddress(rank.id, "sim:1"),
-        layout=KvLayout(
-            timing.block_tokens, timing.block_bytes, 1, groups=groups if timing.state_bytes else ()
-        ),
+        layout=KvLayout(timing.block_tokens, timing.block_bytes, 1, groups=carried),
         model=MODEL,
         max_context_tokens=1 << 20,
         total_pages=rank.cache.num_pages,
