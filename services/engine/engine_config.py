@@ -203,7 +203,7 @@ class EngineConfig(ClusterConfig):
     )
     lora: tuple[str, ...] = setting(
         (),
-        "engine torch: a LoRA adapter of PEFT, NAME=DIRECTORY; clients ask for it as the model MODEL:NAME",
+        "a LoRA adapter of PEFT, NAME=DIRECTORY; clients ask for it as the model MODEL:NAME",
         split=False,
         bounds=LORA_BOUNDS,
     )

@@ -4,10 +4,12 @@ shapes of its tensors. It is pure.
 A layer's output W x becomes W x + scale * B (A x), with A [rank, inputs] and B [outputs, rank].
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from services.values.errors import ConfigError
@@ -43,6 +45,23 @@ class LoraLayer:
     @property
     def parameters(self) -> int:
         return self.rank * (self.num_inputs + self.num_outputs)
+
+
+def config_of(content: bytes) -> dict[str, Any]:
+    """Return what the file CONFIG has. Raises ConfigError."""
+    try:
+        config = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{CONFIG} is not a JSON object")
+    return config
+
+
+def digest_of(layers: Mapping[str, LoraLayer], content: bytes) -> str:
+    """Return what differs between two adapters that compute differently: `content` has their weights."""
+    scales = json.dumps([(name, layers[name].scale) for name in sorted(layers)])
+    return blake2b(content, key=blake2b(scales.encode()).digest(), digest_size=16).hexdigest()
 
 
 def lora_layers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LoraLayer]:

@@ -18,8 +18,6 @@ _NOT_SGLANG = (
     "hand_over_s",
     "move_running",
     "step_limit_s",
-    "lora",
-    "lora_dir",
 )
 
 

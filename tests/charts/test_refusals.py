@@ -27,8 +27,6 @@ VALUES = {
     "draft-tokens": 3,
     "speculate-unsalted": True,
     "draft-model": "/model/draft",
-    "lora": ["a=/model/a"],
-    "lora-dir": "/model",
     "kv-dtype": "fp8_e4m3",
     "pull": "off",
     "move-running": True,

@@ -29,7 +29,7 @@ def adapter_of(
 ) -> Path:
     """`strength` is how much of a layer's output it adds, about."""
     directory = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"]) / f"lora-{checkpoint.name}-{name}"
-    directory.mkdir()
+    directory.mkdir(parents=True)
     told: dict[str, Any] = dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, bias="none"
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from engine.sglang.real_cluster import SglangCluster
+from engine.sglang.real_cluster import RANK_FLAGS, SglangCluster
+from exactness.adapters import ATTENTION, adapter_of
 from services.cli.model.make_model import make_model
 
 # These import what is only installed with SGLang.
@@ -46,6 +47,10 @@ def checkpoint(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def cluster(checkpoint, tmp_path_factory):
-    async with SglangCluster(checkpoint, tmp_path_factory.mktemp("cluster")) as opened:
+    """It serves an adapter beside the model, which must not notice."""
+    adapter = adapter_of(checkpoint, "half", ATTENTION, rank=3, seed=2)
+    flags = (*RANK_FLAGS, f"--lora=half={adapter}", f"--lora-dir={adapter.parent}")
+    async with SglangCluster(checkpoint, tmp_path_factory.mktemp("cluster"), flags) as opened:
+        opened.adapter = adapter
         opened.note_start()
         yield opened

@@ -4,8 +4,17 @@ import pickle
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
-from services.engine.sglang.reports import Abort, Generate, Outputs, pack_ids
+from services.engine.sglang.reports import (
+    Abort,
+    AdapterChanged,
+    Generate,
+    LoadAdapter,
+    Outputs,
+    UnloadAdapter,
+    pack_ids,
+)
 
 VOCABULARY = 1000
 ARGUMENTS = {
@@ -200,6 +209,24 @@ def test_the_end_of_a_request_that_never_ran_is_told(door, reason, told):
     passed, (chunk,) = sent(door, AbortReq(rid="0a", finished_reason=reason))
     assert passed == []
     assert chunk == {"rid": "0a", "output_ids": [], "meta_info": {"finish_reason": told}}
+
+
+def test_adapters_are_loaded_by_sglangs_own_messages_and_their_answers_are_told(door):
+    from sglang.srt.managers.io_struct import (
+        LoadLoRAAdapterReqInput,
+        LoRAUpdateOutput,
+        UnloadLoRAAdapterReqInput,
+    )
+
+    load, unload = taken(door, LoadAdapter("1", "ab", "a", "/a"), UnloadAdapter("2", "ab", "a"))[0]
+    assert load == LoadLoRAAdapterReqInput(rid="1", lora_id="ab", lora_name="a", lora_path="/a")
+    assert unload == UnloadLoRAAdapterReqInput(rid="2", lora_id="ab", lora_name="a")
+    passed, sender = [], SimpleNamespace(socket=True)
+    loaded, failed = (LoRAUpdateOutput(success=ok, error_message="no") for ok in (True, False))
+    for output, request in ((loaded, load), (failed, unload), (loaded, replace(load, rid=None))):
+        door[0].report_outputs(lambda _, output, *args: passed.append(output), sender, output, request)
+    assert passed == [loaded], "SGLang has sent one itself"
+    assert door[1].told == [AdapterChanged("1", ""), AdapterChanged("2", "no")]
 
 
 def test_scores_of_a_prompt_are_laid_out_as_over_http(door):

@@ -154,8 +154,16 @@ class Load:
     load: dict[str, Any]  # This is in SGLang's own words (managers/load_snapshot.py).
 
 
-Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load
-REPORTS = kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load)
+@dataclass(frozen=True, slots=True)
+class AdapterChanged:
+    """SGLang has loaded or unloaded an adapter, or refused that."""
+
+    change: str  # It is that of the order.
+    error: str  # It is empty where all is well.
+
+
+Report = Active | TicketSent | Moved | PathFound | TreeEvents | Beat | Outputs | Load | AdapterChanged
+REPORTS = kinds_of(Active, TicketSent, Moved, PathFound, TreeEvents, Beat, Outputs, Load, AdapterChanged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,25 @@ class Abort:
     """This ends the request; it is no error where the request has ended already."""
 
     rid: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """A scheduler computes requests with this `lora_id` with the adapter that PEFT has saved there."""
+
+    change: str
+    lora_id: str
+    name: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter:
+    """A scheduler gives it up; no request needs it."""
+
+    change: str
+    lora_id: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +216,8 @@ class Incarnation:
     fingerprint: int
 
 
-Order = Generate | Abort
-ORDERS = kinds_of(Generate, Abort)
+Order = Generate | Abort | LoadAdapter | UnloadAdapter
+ORDERS = kinds_of(Generate, Abort, LoadAdapter, UnloadAdapter)
 JOININGS, INCARNATIONS = kinds_of(Joining), kinds_of(Incarnation)
 
 

@@ -8,12 +8,10 @@ that. Layers that no adapter changes stay as they are, and without adapters noth
 adapter is computed in float32, whatever the model's dtype is.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from services.engine.paged.model_runner import Chunk
 from services.engine.start_fault import reading
 from services.engine.torch.linear_kernel import packed
-from services.model.lora import CONFIG, WEIGHTS, LoraLayer, lora_layers
+from services.model.lora import CONFIG, WEIGHTS, LoraLayer, config_of, digest_of, lora_layers
 from services.values.adapter import Adapter
 from services.values.errors import ConfigError, InvalidRequest
 
@@ -104,7 +102,7 @@ class TorchAdapters:
             with reading(f"the adapter {directory}"):
                 config, content = (directory / CONFIG).read_bytes(), (directory / WEIGHTS).read_bytes()
             tensors = _tensors(content)
-            layers = lora_layers(_object(config), {key: tuple(each.shape) for key, each in tensors.items()})
+            layers = lora_layers(config_of(config), {key: tuple(each.shape) for key, each in tensors.items()})
             self._require_fitting(layers)
             adapter = Adapter(name, digest_of(layers, content))
         except (ConfigError, InvalidRequest) as error:
@@ -162,12 +160,6 @@ class TorchAdapters:
         return Pair(*(packed(_linear(weight.to(self._device)), threads) for weight in (down, up)))
 
 
-def digest_of(layers: Mapping[str, LoraLayer], content: bytes) -> str:
-    """Return what differs between two adapters that compute differently: `content` has their weights."""
-    scales = json.dumps([(name, layers[name].scale) for name in sorted(layers)])
-    return blake2b(content, key=blake2b(scales.encode()).digest(), digest_size=16).hexdigest()
-
-
 def _layer_name(key: str) -> str:
     return key.removesuffix(".lora_A.weight").removeprefix("base_model.model.")
 
@@ -177,16 +169,6 @@ def _tensors(content: bytes) -> dict[str, Tensor]:
         return load(content)
     except SafetensorError as error:
         raise ConfigError(f"{WEIGHTS} is damaged: {error}") from error
-
-
-def _object(content: bytes) -> dict[str, Any]:
-    try:
-        config = json.loads(content)
-    except ValueError as error:
-        raise ConfigError(f"{CONFIG} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{CONFIG} is not a JSON object")
-    return config
 
 
 def _linear(weight: Tensor) -> nn.Linear:

@@ -1,17 +1,17 @@
 """Adapters come and go while an engine serves.
 
-    load   --> read beside the loop --> the engine's thread computes with it --> requests may name it
-    unload --> no request may name it --> those that run have ended --> the thread gives it up
+    load   --> read beside the loop --> the engine computes with it --> requests may name it
+    unload --> no request may name it --> those that run have ended --> the engine gives it up
 
 The two wait for each other. What a rank has cached with an adapter stays: its name and digest are part of
 what separates KV.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.shell.engine_thread import ChangeRunner
@@ -23,19 +23,49 @@ if TYPE_CHECKING:
     from services.engine.paged.shell.paged_engine import PagedEngine
 
 
-class Adapting:
-    """It implements services.engine.base.Adapters."""
+class Loader(Protocol):
+    """It reads adapters, has an engine compute with them, and has it give them up."""
+
+    def read(self, name: str, directory: Path) -> Any:
+        """Read it, on any thread, as RunnerAdapters does."""
+
+    async def put(self, read: Any) -> None: ...
+
+    async def drop(self, adapter: Adapter) -> None: ...
+
+
+class ThreadLoader:
+    """The engine's thread computes with what its runner reads."""
 
     def __init__(self, engine: "PagedEngine") -> None:
         self._engine = engine
+
+    def read(self, name: str, directory: Path) -> Any:
+        return self._engine.runner.adapters.read(name, directory)
+
+    async def put(self, read: Any) -> None:
+        await self._change(lambda runner: runner.adapters.put(read))
+
+    async def drop(self, adapter: Adapter) -> None:
+        await self._change(lambda runner: runner.adapters.drop(adapter))
+
+    async def _change(self, change: Callable[[ModelRunner], None]) -> None:
+        await self._engine.answer(partial(ChangeRunner, change))
+
+
+class Adapting:
+    """It implements services.engine.base.Adapters."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
         self._named: dict[str, Adapter] = {}
         self._changing = asyncio.Lock()
         self._running: dict[Adapter, int] = {}
         self._one_ended = asyncio.Event()
         self._dropping: set[asyncio.Task[None]] = set()
 
-    def begin(self, runner: ModelRunner) -> None:
-        self._named = {adapter.name: adapter for adapter in runner.adapters.loaded}
+    def begin(self, loaded: Iterable[Adapter]) -> None:
+        self._named = {adapter.name: adapter for adapter in loaded}
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -55,14 +85,13 @@ class Adapting:
 
     async def load(self, name: str, directory: Path) -> Adapter:
         async with self._changing:
-            adapters = self._engine.runner.adapters
-            read = await asyncio.to_thread(adapters.read, name, directory)
+            read = await asyncio.to_thread(self._loader.read, name, directory)
             adapter: Adapter = read.adapter
             before = self._named.get(name)
             if before not in (None, adapter):
                 raise InvalidRequest(f"adapter {before} is loaded, with other weights; unload it first")
             if before is None:
-                await self._change(lambda runner: runner.adapters.put(read))
+                await self._loader.put(read)
                 self._named[name] = adapter
             return adapter
 
@@ -82,7 +111,4 @@ class Adapting:
                 self._one_ended.clear()
                 await self._one_ended.wait()
             self._running.pop(adapter, None)
-            await self._change(lambda runner: runner.adapters.drop(adapter))
-
-    async def _change(self, change: Callable[[ModelRunner], None]) -> None:
-        await self._engine.answer(partial(ChangeRunner, change))
+            await self._loader.drop(adapter)

@@ -33,7 +33,7 @@ from services.engine.paged.core_events import Event, Failed, Offer, Reported, To
 from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import Chunk, ModelRunner, TailPages, scores_of
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.shell.adapting import Adapting
+from services.engine.paged.shell.adapting import Adapting, ThreadLoader
 from services.engine.paged.shell.engine_thread import (
     CheckBooks,
     Command,
@@ -160,7 +160,7 @@ class PagedEngine:
         self._crashed = asyncio.Event()
         self._hangs, self._warm_up_s, self._tiers_left_out = False, 0.0, 0
         self._tiers: Tiering | None = None
-        self.adapters = Adapting(self)
+        self.adapters = Adapting(ThreadLoader(self))
         self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
 
@@ -203,7 +203,7 @@ class PagedEngine:
         self._core = await thread.start()
         self._thread = thread
         self._grammars = Grammars(self._model_directory, self.vocab_size)
-        self.adapters.begin(self._core.runner)
+        self.adapters.begin(self._core.runner.adapters.loaded)
         self._load = self._core.load()
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)

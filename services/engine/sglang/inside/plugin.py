@@ -20,7 +20,7 @@ def register() -> None:
     from sglang.srt.disaggregation.kv_events import EventPublisherFactory
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from services.engine.sglang.inside import idle_waits, reporter, scheduler_door
+    from services.engine.sglang.inside import adapters, idle_waits, reporter, scheduler_door
     from services.engine.sglang.inside.scheduler_door import TreeEventPublisher, publish_events
 
     HookRegistry.register("sglang.srt.disaggregation.utils.get_kv_class", _kv_class, HookType.AROUND)
@@ -43,6 +43,9 @@ def register() -> None:
     send = f"{_COMPONENTS}.output_sender.SenderWrapper.send_output"
     HookRegistry.register(send, scheduler_door.report_outputs, HookType.AROUND)
     HookRegistry.register(f"{_SCHEDULER}.publish_load_snapshot", reporter.note_load, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.load_lora_adapter", adapters.load_wholly, HookType.AROUND)
+    manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
+    HookRegistry.register(manager, adapters.allow_unpinned, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}.on_idle", idle_waits.wait_for_news, HookType.AFTER)
     HookRegistry.register(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.event_loop",

@@ -16,14 +16,25 @@ from sglang.srt.disaggregation.kv_events import EventPublisher
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
+    LoRAUpdateOutput,
     TokenizedGenerateReqInput,
     unwrap_from_pickle,
 )
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from services.engine.sglang.inside.adapters import change_of
 from services.engine.sglang.inside.reporter import process_reporter
-from services.engine.sglang.reports import Abort, Generate, Outputs, TreeEvents, unpack_ids
+from services.engine.sglang.reports import (
+    Abort,
+    AdapterChanged,
+    Generate,
+    LoadAdapter,
+    Outputs,
+    TreeEvents,
+    UnloadAdapter,
+    unpack_ids,
+)
 
 _NOT_ASKED_FOR: dict[str, Any] = {
     "input_text": None,
@@ -54,7 +65,8 @@ def take_orders(
     vocab_size = receiver.model_config.vocab_size
     requests = [_request(order, vocab_size) for order in orders if isinstance(order, Generate)]
     aborts = [AbortReq(rid=order.rid) for order in orders if isinstance(order, Abort)]
-    received = [*received, *filter(None, requests)]
+    changes = [change_of(order) for order in orders if isinstance(order, LoadAdapter | UnloadAdapter)]
+    received = [*received, *filter(None, requests), *changes]
     return (receiver, received, [*(local or ()), *aborts]), {}
 
 
@@ -62,9 +74,9 @@ def report_outputs(
     original: Callable[..., None], sender: Any, output: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Report outputs, around SenderWrapper.send_output, which answers SGLang's tokenizer manager."""
-    reported = _outputs_of(output) if sender.socket is not None else []
-    for outputs in reported:
-        process_reporter().report(outputs)
+    reported = _reports_of(output, *args) if sender.socket is not None else []
+    for report in reported:
+        process_reporter().report(report)
     if not reported or _has_others(output):
         original(sender, output, *args, **kwargs)
 
@@ -86,6 +98,12 @@ def _generation(order: Generate, vocab_size: int) -> Any:
     sampling.verify(vocab_size)
     ids = unpack_ids(arguments.pop("input_ids"))
     return TokenizedGenerateReqInput(input_ids=ids, sampling_params=sampling, stream=True, **arguments)
+
+
+def _reports_of(output: Any, request: Any = None) -> Sequence[Outputs | AdapterChanged]:
+    if isinstance(output, LoRAUpdateOutput) and getattr(request, "rid", None):
+        return [AdapterChanged(request.rid, "" if output.success else output.error_message or "no reason")]
+    return _outputs_of(output)
 
 
 def _outputs_of(output: Any) -> list[Outputs]:

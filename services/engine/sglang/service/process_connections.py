@@ -3,17 +3,39 @@
 A stream sends Generate to its scheduler. Outputs bring chunks until one with a finish reason, or tokens for a
 callback. A stream that is left before its end sends Abort. When SGLang ends, streams get Unavailable. Reports
 on transfers are kept until they are needed.
+
+A stream that was left may still be computed, with its adapter, until SGLang reports its end.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 from services.engine.sglang import reports
-from services.engine.sglang.reports import REPORTS, Abort, Generate, Moved, Order, Outputs, Report, TicketSent
-from services.values.errors import InvalidRequest, IsthmusError, PeerFailed, ProtocolError, Unavailable
+from services.engine.sglang.reports import (
+    REPORTS,
+    Abort,
+    AdapterChanged,
+    Generate,
+    LoadAdapter,
+    Moved,
+    Order,
+    Outputs,
+    Report,
+    TicketSent,
+    UnloadAdapter,
+)
+from services.values.errors import (
+    ConfigError,
+    InvalidRequest,
+    IsthmusError,
+    PeerFailed,
+    ProtocolError,
+    Unavailable,
+)
 from services.values.rank import TransferId
 
 log = logging.getLogger(__name__)
@@ -118,10 +140,20 @@ class _Open:
             self.chunks.put_nowait({"rid": rid, "output_ids": ids, "meta_info": {"finish_reason": None}})
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """`begin` is called before SGLang gets a request, and may raise; `end` once SGLang has ended it."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+
 class Door:
     def __init__(self) -> None:
         self._schedulers: dict[int, Send] = {}  # The keys are DP ranks.
         self._open: dict[str, _Open] = {}  # The keys are rids.
+        self._ends: dict[str, Callable[[], None]] = {}  # The keys are rids.
+        self._changes: dict[str, asyncio.Future[AdapterChanged]] = {}
 
     def __repr__(self) -> str:
         return f"Door(ranks={sorted(self._schedulers)} open={len(self._open)})"
@@ -132,8 +164,32 @@ class Door:
     def is_open(self, dp_rank: int) -> bool:
         return dp_rank in self._schedulers
 
+    async def change(self, dp_rank: int, order: LoadAdapter | UnloadAdapter) -> None:
+        """Return once a scheduler has done it.
+
+        Raises ConfigError where SGLang refuses it, and Unavailable where SGLang is gone.
+        """
+        send = self._send_to(dp_rank)
+        changed = self._changes[order.change] = asyncio.get_running_loop().create_future()
+        try:
+            send(order)
+            error = (await changed).error
+        finally:
+            del self._changes[order.change]
+        if error:
+            raise ConfigError(f"SGLang refuses adapter {order.name}: {error}")
+
+    def changed(self, report: AdapterChanged) -> None:
+        if (waiting := self._changes.get(report.change)) is not None and not waiting.done():
+            waiting.set_result(report)
+
+    def _send_to(self, dp_rank: int) -> Send:
+        if (send := self._schedulers.get(dp_rank)) is None:
+            raise Unavailable("SGLang is not connected")
+        return send
+
     async def stream(
-        self, body: dict[str, Any], callback: TokenCallback | None = None
+        self, body: dict[str, Any], callback: TokenCallback | None = None, needs: Needs | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Yield a request's chunks that `callback` does not take; closing this early aborts the request.
 
@@ -141,15 +197,16 @@ class Door:
         failed; also InvalidRequest where it is larger than a scheduler's line, or its rid is in use. Raises
         Unavailable where SGLang is gone.
         """
-        send = self._schedulers.get(body["routed_dp_rank"])
-        if send is None:
-            raise Unavailable("SGLang is not connected")
+        send = self._send_to(body["routed_dp_rank"])
         rid, ended = body["rid"], False
         if rid in self._open:
             raise InvalidRequest(f"request {rid} is under way already")
+        if needs is not None:
+            needs.begin()
+            self._ends[rid] = needs.end
         opened = self._open[rid] = _Open(callback)
         try:
-            send(Generate(body))
+            self._begin(send, body)
             while not ended:
                 chunk = await opened.chunks.get()
                 ended = isinstance(chunk, IsthmusError) or chunk["meta_info"]["finish_reason"] is not None
@@ -159,9 +216,22 @@ class Door:
             if not ended:
                 send(Abort(rid))
 
+    def _begin(self, send: Send, body: dict[str, Any]) -> None:
+        try:
+            send(Generate(body))
+        except InvalidRequest:
+            self._end(body["rid"])
+            raise
+
+    def _end(self, rid: str) -> None:
+        if (end := self._ends.pop(rid, None)) is not None:
+            end()
+
     def take(self, outputs: Outputs) -> None:
         """Pass outputs on; those of requests that were left are dropped."""
         for chunk in outputs.chunks:
+            if chunk["meta_info"]["finish_reason"] is not None:
+                self._end(chunk["rid"])
             if (opened := self._open.get(chunk["rid"])) is not None:
                 opened.chunks.put_nowait(chunk)
         for rid, ids in outputs.tokens.items():
@@ -173,6 +243,9 @@ class Door:
         self._schedulers.clear()
         for opened in self._open.values():
             opened.chunks.put_nowait(Unavailable(reason))
+        for waiting in self._changes.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable(reason))
 
 
 def _read(chunk: Chunk | IsthmusError) -> Chunk:

@@ -13,15 +13,18 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Set
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import Metric
 
-from services.engine.base import Adapters, RemotePrefill
+from services.engine.base import RemotePrefill
 from services.engine.paged.model_runner import check_told
+from services.engine.paged.shell.adapting import Adapting
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
 from services.engine.sglang.reports import pack_ids
-from services.engine.sglang.service.process_connections import TokenCallback
+from services.engine.sglang.service.adapters import SchedulerLoader, lora_id
+from services.engine.sglang.service.process_connections import Needs, TokenCallback
 from services.engine.sglang.service.request_arguments import (
     check_resumption,
     check_sampling,
@@ -50,12 +53,12 @@ class SglangRank:
     reports_checkpoints = False  # SGLang's events are about full attention alone.
     takes_turns = False  # SGLang's queue has no tenants.
     lends = pulls = False
-    adapters: Adapters | None = None
     hands_over = None
 
     def __init__(self, worker: SglangWorker, own_id: RankId) -> None:
         self._worker = worker
         self._own_id = own_id
+        self._adapting = Adapting(SchedulerLoader(worker, own_id.rank))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._own_id})"
@@ -72,8 +75,18 @@ class SglangRank:
     def model_context_tokens(self) -> int:
         return self._worker.model_context_tokens
 
+    @property
+    def adapters(self) -> Adapting | None:
+        return self._adapting if self._worker.settings.has_adapters else None
+
     async def start(self) -> None:
         await self._worker.start()
+        try:
+            for name, directory in self._worker.settings.engine.adapters.items():
+                await self._adapting.load(name, directory)
+        except BaseException:
+            await self._worker.stop()
+            raise
 
     async def stop(self) -> None:
         await self._worker.stop()
@@ -114,9 +127,14 @@ class SglangRank:
             "bootstrap_room": transfer_id,
             "routed_dp_rank": self._own_id.rank,
             "disagg_prefill_dp_rank": prefill_rank,
-            "cache_salt": request.cache_salt or None,
+            # Reports of its tree have this, and not what SGLang makes of an adapter there.
+            "cache_salt": request.kv_scope or None,
+            "lora_id": None if request.adapter is None else lora_id(request.adapter),
             "sampling_params": sampling_arguments(request, self._worker.max_context_tokens),
         }
+
+    def _needs(self, request: GenerationRequest) -> Needs:
+        return Needs(partial(self._adapting.entered, request), partial(self._adapting.left, request))
 
     def _check(self, request: GenerationRequest) -> None:
         """Check the ids, which SGLang does not: one outside the vocabulary ends its process."""
@@ -163,7 +181,7 @@ class SglangDecodeEngine(SglangRank):
             _leg(remote_prefill, request, rendezvous), name=f"prefill-{transfer_id:016x}"
         )
         try:
-            async with aclosing(self._worker.stream(body, callback)) as chunks:
+            async with aclosing(self._worker.stream(body, callback, self._needs(request))) as chunks:
                 with self._worker.blaming_ourselves():
                     first, prefill = await _both(chunks, leg)
                     check_told(prefill.prompt_logprobs, request)
@@ -250,7 +268,7 @@ class SglangPrefillEngine(SglangRank):
         body |= scoring_arguments(request)
         began = time.monotonic()
         try:
-            chunk = await _only(self._worker.stream(body))
+            chunk = await _only(self._worker.stream(body, needs=self._needs(request)))
             moved = await self._worker.bytes_moved(transfer_id)
         finally:
             self._worker.transfers.forget(transfer_id)

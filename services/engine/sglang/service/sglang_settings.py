@@ -12,6 +12,7 @@ from pathlib import Path
 
 from services.engine.engine_config import EngineConfig
 from services.engine.sglang.service import speculation_flags
+from services.engine.sglang.service.adapters import lora_arguments
 from services.transfer.nixl_settings import NixlSettings
 from services.values.errors import ConfigError
 from services.values.rank import Role
@@ -47,13 +48,14 @@ _RESTORES = (
     "only prefill can have it, which computes what it cannot restore: on decode a restore that fails fails "
     "its request (sglang#30322)"
 )
+_ADAPTERS = "the service's own --lora and --lora-dir load adapters, whose ids it must know"
 # SGLang does not support these with the decode radix cache, or with our handshake.
 _UNSUPPORTED = {
     "--config": "what a file says would not be checked: give each flag by itself",
     "--enable-hisparse": "SGLang does not support it with the decode radix cache",
     "--enable-pd-role-switch": "SGLang's NIXL backend does not support it",
-    "--enable-lora": "its adapters are not part of the index's hashes",
-    "--lora-paths": "its adapters are not part of the index's hashes",
+    "--enable-lora": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
     "--enable-prefill-cp": _ONE_STAGE,
     "--enable-kv-cache-sharding": _ONE_STAGE,
     "--enable-hicache": _ONE_TIER,
@@ -188,6 +190,11 @@ class SglangSettings:
         if self.role is Role.DECODE and self.engine.has_cache(self.role):
             speculation_flags.check_decode_cache(_values(self.engine.engine_arg))
         self._check_nodes()
+        if self.has_adapters and _DP_ATTENTION in self.engine.engine_arg:
+            raise ConfigError(
+                f"--engine-arg={_DP_ATTENTION}: SGLang then serves pinned adapters alone, and --lora and "
+                "--lora-dir pin none"
+            )
         if self.engine.transport != "nixl":
             raise ConfigError("--engine=sglang moves KV over NIXL only: --transport=nixl")
         if not Path(self.engine.model).is_dir():
@@ -235,8 +242,19 @@ class SglangSettings:
         ]
         if self.engine.dtype is not None:
             arguments.append(f"--dtype={self.engine.dtype}")
-        arguments += self._cache_arguments() + self._device_arguments()
+        arguments += self._cache_arguments() + self._device_arguments() + self._lora_arguments()
         return arguments + list(self.engine.engine_arg)
+
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self.engine.lora) or self.engine.lora_dir is not None
+
+    def _lora_arguments(self) -> list[str]:
+        """Return flags of adapters. Raises as `read_adapter`."""
+        if not self.has_adapters:
+            return []
+        backend = ["--lora-backend=torch_native"] if self.engine.device == "cpu" else []
+        return backend + lora_arguments(self.engine.adapters, self.engine.lora_dir is not None)
 
     @property
     def heeds_priority(self) -> bool:

@@ -19,15 +19,18 @@ from prometheus_client.core import Metric
 from services.engine.paged.admitting import QueueRate
 from services.engine.sglang.reports import (
     Active,
+    AdapterChanged,
     Beat,
     Incarnation,
     Load,
+    LoadAdapter,
     Moved,
     Outputs,
     PathFound,
     Report,
     TicketSent,
     TreeEvents,
+    UnloadAdapter,
     draft_of,
     group_of,
 )
@@ -38,6 +41,7 @@ from services.engine.sglang.service.nodes import NodeDoor
 from services.engine.sglang.service.process_connections import (
     Beats,
     Door,
+    Needs,
     Process,
     Send,
     TokenCallback,
@@ -291,14 +295,20 @@ class SglangWorker:
         assert self._http is not None, "the worker has not been started"
         return self._http
 
+    async def change(self, dp_rank: int, order: LoadAdapter | UnloadAdapter) -> None:
+        """Change a rank's adapters. Raises as Door.change, or Unavailable when we end."""
+        if self.ending:
+            raise Unavailable(self.ending)
+        await self._door.change(dp_rank, order)
+
     async def stream(
-        self, body: dict[str, Any], callback: TokenCallback | None = None
+        self, body: dict[str, Any], callback: TokenCallback | None = None, needs: Needs | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of one request. Raises as Door.stream, or Unavailable when we end."""
         if self.ending:
             raise Unavailable(self.ending)
         with self.blaming_ourselves():
-            async with aclosing(self._door.stream(body, callback)) as chunks:
+            async with aclosing(self._door.stream(body, callback, needs)) as chunks:
                 retractions = 0
                 async for chunk in chunks:
                     counted = int(chunk["meta_info"].get("num_retractions") or 0)
@@ -392,6 +402,8 @@ class SglangWorker:
                 self._take_load(load)
             case Outputs():
                 self._door.take(report)
+            case AdapterChanged():
+                self._door.changed(report)
             case Active():
                 place = (report.dp_rank, report.cp_rank, report.tp_rank, report.pp_rank)
                 self._active[place] = report

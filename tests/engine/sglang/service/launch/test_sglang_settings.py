@@ -131,6 +131,22 @@ def test_flags_that_are_refused(subtests, tmp_path):
         settings("meta-llama/Llama-3.1-8B")
 
 
+def test_memory_for_adapters_is_reserved_where_they_may_be_loaded(subtests, tmp_path):
+    with subtests.test("not otherwise"):
+        assert not any("lora" in text for text in settings(tmp_path).arguments(7000))
+    for device, backend in (("cpu", True), ("cuda", False)):
+        with subtests.test(device):
+            own = settings(tmp_path, lora_dir=tmp_path, device=device)
+            arguments = own.arguments(7000)
+            assert {"--enable-lora", "--max-lora-rank=64"} < {*arguments} and own.has_adapters
+            assert ("--lora-backend=torch_native" in arguments) == backend
+    with subtests.test("the operator's word comes last"):
+        own = settings(tmp_path, lora_dir=tmp_path, engine_arg=("--max-lora-rank=8",))
+        assert own.arguments(7000)[-1] == "--max-lora-rank=8"
+    with subtests.test("DP attention"), pytest.raises(ConfigError, match="pinned adapters alone"):
+        settings(tmp_path, lora_dir=tmp_path, engine_arg=("--enable-dp-attention",))
+
+
 FIRST = "--dist-init-addr=10.0.0.1:5000"
 
 
