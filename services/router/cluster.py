@@ -252,11 +252,11 @@ class Cluster:
         plans = self._known_plans
         self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
-    def check_usable(self) -> None:
+    def check_usable(self, adapter: Adapter | None = None) -> None:
         """Raise Unavailable, with the reason, while no request could be placed. Full ranks count
         as usable."""
         try:
-            self.place(_SHORTEST, "", frozenset())
+            self.place(replace(_SHORTEST, adapter=adapter), "", frozenset())
         except NoCapacity as error:
             raise Unavailable(str(error)) from error
 

@@ -54,7 +54,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         is_alias = self._models.is_alias(request.model)
         model = self._models.take(request)
         if is_alias:
-            await context.send_initial_metadata(((MODEL, model.name),))
+            await context.send_initial_metadata(((MODEL, request.model),))
         prompts: list[PackedIds] = []
         generated = model.generator.generate(
             request, timeout_s, traceparent, ids=read.ids, report_prompt=prompts.append

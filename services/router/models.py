@@ -1,9 +1,9 @@
 """A router serves --model, and with --models the models of a file (models_file.py), each with ranks, a
-tokenizer and parsers of its own. An alias stands for several of them.
+tokenizer and parsers of its own. An alias stands for several of them, or of their adapters (MODEL:NAME).
 
     request -> Models.take() -> the model it names, or a side of the alias -> its Generator
 
-An alias sends each conversation to one of its models, by their weights, and always to the same one while that
+An alias sends each conversation to one of its sides, by their weights, and always to the same one while that
 has usable ranks.
 """
 
@@ -23,12 +23,18 @@ from services.router.cluster_messages import ranks_of, unserved_rank
 from services.router.dialects.sampling import fill_in
 from services.router.request.progress import Progress
 from services.router.served_model import Model
-from services.values.errors import IsthmusError, Unavailable
+from services.values.errors import IsthmusError, NotFound, Unavailable
 from services.values.rank import RankId, Role
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import ChatMessage, GenerateRequest
 
 Weights = Mapping[str, float]
+
+
+def base_of(name: str, models: Iterable[str]) -> str:
+    """Return the model that has this name, or whose adapter has (MODEL:NAME); the longest, or ""."""
+    return max((each for each in models if name == each or name.startswith(f"{each}:")), key=len, default="")
+
 
 # -- the sides of an alias ------------------------------------------------------------------------
 
@@ -128,13 +134,13 @@ class Models:
     # -- requests ---------------------------------------------------------------------------------
 
     def take(self, *requests: GenerateRequest, past: Callable[[], Sequence[ChatMessage]] = tuple) -> Model:
-        """Return the model that serves the requests, which are of one call. They get its name in place of an
-        alias, and its sampling defaults. Raises Unavailable."""
+        """Return the model that serves the requests, which are of one call. They get the side's name in place
+        of an alias, and its sampling defaults. Raises Unavailable."""
         named = requests[0].model
         if (weights := self._aliases.get(named)) is not None:
-            model = self._side(named, weights, side_key(requests[0], past))
+            side, model = self._side(named, weights, side_key(requests[0], past))
             for request in requests:
-                request.model = model.name
+                request.model = side
         else:
             model = self._named(named)
         for request in requests:
@@ -143,22 +149,22 @@ class Models:
 
     def _named(self, named: str) -> Model:
         """Return the model of this name, or of MODEL:NAME, or --model, which refuses the others' names."""
-        known = (self.default.name, *self._others, *self._failed)
-        name = max((n for n in known if named == n or named.startswith(f"{n}:")), key=len, default="")
+        name = base_of(named, (self.default.name, *self._others, *self._failed))
         if name in self._failed and name not in self._others:
             raise self._refused(Unavailable(f"model {name!r} cannot be opened; the router's log says why"))
         return self._others.get(name, self.default)
 
-    def _side(self, alias: str, weights: Weights, key: bytes) -> Model:
+    def _side(self, alias: str, weights: Weights, key: bytes) -> tuple[str, Model]:
         names = sides(weights, key)
-        opened = [model for model in map(self._opened, names) if model is not None]
+        opened = [(name, model) for name in names if (model := self._opened(name)) is not None]
         if not opened:
             raise self._refused(Unavailable(f"no model of alias {alias!r} can be opened"))
-        model = next((model for model in opened if _is_usable(model)), opened[0])
-        self.taken[alias, model.name, model.name == names[0]] += 1
-        return model
+        name, model = next((side for side in opened if _is_usable(side[1], side[0])), opened[0])
+        self.taken[alias, name, name == names[0]] += 1
+        return name, model
 
-    def _opened(self, name: str) -> Model | None:
+    def _opened(self, side: str) -> Model | None:
+        name = base_of(side, (self.default.name, *self._others, *self._failed))
         return self.default if name == self.default.name else self._others.get(name)
 
     def _refused(self, error: IsthmusError) -> IsthmusError:
@@ -221,10 +227,15 @@ class Models:
         all these."""
         self.note_ranks()
         names = [self.default.name, *(name for name in self._others if name in self._seen)]
-        return [*names, *(alias for alias, weights in self._aliases.items() if weights.keys() & {*names})]
+        known = [self.default.name, *self._others, *self._failed]
+        return names + [
+            alias
+            for alias, weights in self._aliases.items()
+            if any(base_of(side, known) in names for side in weights)
+        ]
 
     def list_models(self) -> generation_pb2.ListModelsResponse:
-        """Return the models of `served_names`. An alias has the ranks of all its models, and the shortest of
+        """Return the models of `served_names`. An alias has the ranks of all its sides, and the shortest of
         their contexts."""
         names = self.served_names()
         listed = {model.id: model for model in self.default.generator.list_models().models}
@@ -238,8 +249,8 @@ class Models:
             listed[alias] = generation_pb2.Model(
                 id=alias,
                 max_context_tokens=min(contexts, default=0),
-                prefill_ranks=sum(model.prefill_ranks for model in models),
-                decode_ranks=sum(model.decode_ranks for model in models),
+                prefill_ranks=_number(models, lambda model: model.prefill_ranks),
+                decode_ranks=_number(models, lambda model: model.decode_ranks),
             )
         return generation_pb2.ListModelsResponse(models=listed.values())
 
@@ -259,10 +270,20 @@ class Models:
         return told
 
 
-def _is_usable(model: Model) -> bool:
+def _number(models: Sequence[generation_pb2.Model], ranks: Callable[[generation_pb2.Model], int]) -> int:
+    """Return how many ranks the models have together: those with a model's adapter are among its own."""
+    of_base: dict[str, int] = {}
+    for model in models:
+        base = model.base or model.id
+        of_base[base] = max(of_base.get(base, 0), ranks(model))
+    return sum(of_base.values())
+
+
+def _is_usable(model: Model, name: str = "") -> bool:
+    """Return whether the model, or its adapter of this name, has ranks that could take a request."""
     try:
-        model.generator.check_usable()
-    except Unavailable:
+        model.generator.check_usable(name)
+    except (Unavailable, NotFound):
         return False
     return True
 

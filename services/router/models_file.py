@@ -6,7 +6,7 @@
     }
 
 A model's members are flags of the router (OWN and SHARED) and mean the same. An alias has the weights of its
-models.
+sides: models, and adapters of them (MODEL:NAME), whether or not ranks have loaded these yet.
 
 The file is read again when it changes. While it cannot be read the router keeps what it read last. A model
 that cannot be opened does not keep the others from being served; it is tried again when the file changes.
@@ -26,11 +26,12 @@ from typing import Any
 from services.index.read.mirror import RankView
 from services.observe import log_lines
 from services.router.api_keys import Stamp, stamp_of
-from services.router.models import Models, Weights
+from services.router.models import Models, Weights, base_of
 from services.router.router_config import RouterConfig
 from services.router.served_model import Model
 from services.router.tenants import without_repetitions
 from services.settings.flags import changed
+from services.values.adapter import is_name, model_and_adapter
 from services.values.errors import ConfigError, IsthmusError
 from services.values.request import MAX_ID_CHARS, is_id
 
@@ -118,8 +119,13 @@ def _text(name: str, value: object) -> str:
 def _weights(alias: str, about: Mapping[str, Any], known: Iterable[str]) -> Weights:
     for model, weight in about.items():
         where = f"aliases.{alias}.{model}"
-        if model not in known:
-            raise ConfigError(f"{where}: is no model of the file, nor --model's name")
+        base = base_of(model, known)
+        if not base:
+            raise ConfigError(
+                f"{where}: is no model of the file, nor --model's name, nor an adapter of these"
+            )
+        if model != base and not is_name(model_and_adapter(model, base)):
+            raise ConfigError(f"{where}: is no adapter's name")
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not 0 <= weight <= _MOST_WEIGHT:
             raise ConfigError(f"{where}: must be a number from 0 to {_MOST_WEIGHT:g}, got {weight!r}")

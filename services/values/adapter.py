@@ -22,7 +22,7 @@ class Adapter:
     digest: str
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or not _DIGEST.fullmatch(self.digest):
+        if not is_name(self.name) or not _DIGEST.fullmatch(self.digest):
             raise InvalidRequest(f"not an adapter: {self.name!r} with digest {self.digest!r}")
 
     def __str__(self) -> str:
@@ -34,6 +34,10 @@ def kv_scope(cache_salt: str, adapter: Adapter | None) -> str:
     if adapter is None:
         return cache_salt
     return _MARK.join((cache_salt, adapter.name, adapter.digest))
+
+
+def is_name(name: str | None) -> bool:
+    return name is not None and _NAME.fullmatch(name) is not None
 
 
 def model_and_adapter(model: str, base: str) -> str | None:

@@ -135,7 +135,7 @@ class Generating(Generic[CallT]):
             raise
         _log_left_out(call)
         responses = self._responses(model.generator, call, answer.request, timeout_s)
-        headers = {MODEL: model.name} if is_alias else None
+        headers = {MODEL: call.request.model} if is_alias else None
         if call.constraint_param:
             responses = _naming_constraint(responses, call.constraint_param)
         if call.stream:

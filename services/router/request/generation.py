@@ -293,9 +293,10 @@ class Generator:
     def context_tokens(self) -> int | None:
         return self._cluster.max_context_tokens() if self._cluster.ranks(Role.DECODE) else None
 
-    def check_usable(self) -> None:
-        """Raise Unavailable, with the reason, while no rank could take any request."""
-        self._cluster.check_usable()
+    def check_usable(self, model: str = "") -> None:
+        """Raise Unavailable, with the reason, while no rank could take any request, and NotFound while none
+        has the adapter of MODEL:NAME."""
+        self._cluster.check_usable(self._adapter_of(model))
 
     def token_text(self, token_id: int) -> str:
         return self._tokenizer.token_text(token_id)

@@ -1,6 +1,7 @@
 """Adapters are models of their own to clients, and their KV is nobody else's. Engine fake gives it away."""
 
 import asyncio
+import json
 
 import grpc
 import pytest
@@ -35,18 +36,27 @@ async def models(cluster):
 async def test_each_adapter_is_a_model_with_kv_of_its_own(etcd_endpoint, model_dir, cluster_name, tmp_path):
     a, b = (adapter_files(tmp_path / name, name.encode()) for name in "ab")
     lora = (f"a={a}", f"b={b}")
-    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, lora=lora, decode=(1,)) as cluster:
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, lora=lora, decode=(1,))
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"aliases": {"canary": {"fake": 1, "fake:a": 1, "fake:none": 9}}}))
+    cluster.router_config = cluster.with_models(path)
+    async with cluster:
         known = adapters_of(cluster) | {"": None}
         assert await models(cluster) == {
-            "fake": (1, 1, ""), "fake:a": (1, 1, "fake"), "fake:b": (1, 1, "fake")
+            "fake": (1, 1, ""), "fake:a": (1, 1, "fake"), "fake:b": (1, 1, "fake"), "canary": (1, 1, "")
         }  # fmt: skip
+        taken = set()
+        for number in range(12):
+            tokens, _ = await cluster.generate(PROMPT, model="canary", conversation_id=f"{number}")
+            taken |= {name for name, each in known.items() if tokens == continuation(PROMPT, 8, adapter=each)}
+        assert taken == {"", "a"}, "an alias has sides of its own, and asks no ranks for what they lack"
         (decode,) = (rank.address.id for name, rank in cluster.ranks.items() if name.startswith("decode"))
         for turn in range(2):
             for name, adapter in known.items():
                 model = f"fake:{name}" if name else ""
                 tokens, finish = await cluster.generate(PROMPT, model=model)
                 assert tokens == continuation(PROMPT, 8, adapter=adapter)
-                assert bool(finish.usage.decode_prefix_len) == bool(turn)
+                assert bool(finish.usage.decode_prefix_len) == (bool(turn) or name != "b")
                 await cluster.until_indexed(decode, PROMPT, model=model)
         for model in ("fake:c", "fake:", "other:a"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:

@@ -114,7 +114,7 @@ class FakeBackend:
         models = [Model(id=name, max_context_tokens=512, decode_ranks=1) for name in self.model_ids]
         return ListModelsResponse(models=models)
 
-    def check_usable(self) -> None:
+    def check_usable(self, model: str = "") -> None:
         if self.unusable:
             raise errors.Unavailable(self.unusable)
 

@@ -10,7 +10,8 @@ from router.http.backend import FakeBackend, client
 from services.router.dialects.sampling import SamplingDefaults
 from services.router.models import Models, ModelsCollector
 from services.router.served_model import Model
-from services.values.errors import Unavailable
+from services.values.adapter import model_and_adapter
+from services.values.errors import NotFound, Unavailable
 from services.wire.isthmus.v1 import generation_pb2
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest
 
@@ -30,9 +31,25 @@ class Backend(FakeBackend):
         super().__init__()
         self.name, self.context = name, context
 
+        self.adapters: dict[str, int] = {}  # With the numbers of their ranks.
+
     def list_models(self) -> generation_pb2.ListModelsResponse:
-        model = generation_pb2.Model(id=self.name, max_context_tokens=self.context, decode_ranks=2)
-        return generation_pb2.ListModelsResponse(models=[model])
+        ranks = {"": 2, **self.adapters}
+        models = [
+            generation_pb2.Model(
+                id=f"{self.name}:{name}" if name else self.name,
+                max_context_tokens=self.context,
+                decode_ranks=number,
+                base=self.name if name else "",
+            )
+            for name, number in ranks.items()
+        ]
+        return generation_pb2.ListModelsResponse(models=models)
+
+    def check_usable(self, model: str = "") -> None:
+        super().check_usable()
+        if (name := model_and_adapter(model, self.name)) and name not in self.adapters:
+            raise NotFound(name)
 
 
 def model(name: str, ranks: int = 2, context: int = 512, **defaults: Any) -> Model:
@@ -102,6 +119,42 @@ def test_another_side_answers_while_the_own_one_cannot() -> None:
         ("isthmus_alias_calls_total", "both", "old", "other", 1.0),
         ("isthmus_alias_calls_total", "both", "new", "own", 1.0),
     }
+
+
+def test_a_side_may_be_an_adapter(subtests: pytest.Subtests) -> None:
+    """A canary between a model and its adapter: without ranks that have it the model answers all."""
+    models = served(model("new"), aliases={"both": {"old": 1, "old:a": 1}, "never": {"new:a": 1}})
+    backend: Any = models.default.generator
+    asked = [ask("both", conversation_id=str(number)) for number in range(50)]
+
+    def sides_taken() -> list[str]:
+        taken = []
+        for request in asked:
+            call = GenerateRequest.FromString(request.SerializeToString())
+            assert models.take(call) is models.default
+            taken.append(call.model)
+        return taken
+
+    with subtests.test("before it is loaded"):
+        assert {*sides_taken()} == {"old"}
+        assert [(m.id, m.decode_ranks) for m in models.list_models().models][-2:] == [
+            ("both", 2),
+            ("never", 0),
+        ]
+    backend.adapters = {"a": 1}
+    with subtests.test("a conversation stays on its side"):
+        first = sides_taken()
+        assert {*first} == {"old", "old:a"} and sides_taken() == first
+    with subtests.test("ranks with the adapter are the model's"):
+        assert models.list_models().models[-2].decode_ranks == 2
+    with subtests.test("unloaded again"):
+        own = first.count("old:a")
+        backend.adapters = {}
+        models.taken.clear()
+        assert {*sides_taken()} == {"old"} and models.taken["both", "old", False] == own
+    with subtests.test("the only side is told why"):
+        request = ask("never")
+        assert (models.take(request).name, request.model) == ("new", "new:a")
 
 
 def test_what_is_listed_has_or_had_ranks() -> None:

@@ -28,7 +28,7 @@ def test_a_models_settings_are_flags() -> None:
                     "org/new": {"model": "/m/new"},
                     "other": {"model": "/m/other", "plans": ["local"], "chunk_size": 128, "pull": "off"},
                 },
-                "aliases": {"both": {"old": 90, "org/new": 10}, "one": {"old": 0, "other": 0.5}},
+                "aliases": {"both": {"old": 90, "org/new": 10}, "one": {"old": 0, "other:a": 0.5}},
             }
         ),
         CONFIG,
@@ -37,7 +37,7 @@ def test_a_models_settings_are_flags() -> None:
     assert (new.served_name, new.model, new.tool_parser) == ("org/new", "/m/new", "auto")
     assert (new.sampling_defaults, new.chunk_size, new.pull) == ("openai", 64, "on")
     assert (other.served_name, other.plans, other.chunk_size, other.pull) == ("other", ("local",), 128, "off")
-    assert listed.aliases == {"both": {"old": 90, "org/new": 10}, "one": {"old": 0, "other": 0.5}}
+    assert listed.aliases == {"both": {"old": 90, "org/new": 10}, "one": {"old": 0, "other:a": 0.5}}
     assert read_models("{}", CONFIG).models == {}
 
 
@@ -55,6 +55,9 @@ def test_what_is_wrong_with_a_file_is_named(subtests: pytest.Subtests) -> None:
         ({"models": {"": new}}, "printable characters"),
         ({"models": {"модель": new}}, "printable characters of ASCII"),
         ({"aliases": {"both": {"new": 1}}}, "aliases.both.new: is no model"),
+        ({"aliases": {"both": {"older:a": 1}}}, "aliases.both.older:a: is no model"),
+        ({"aliases": {"both": {"old:": 1}}}, "aliases.both.old:: is no adapter's name"),
+        ({"aliases": {"both": {"old:a/b": 1}}}, "aliases.both.old:a/b: is no adapter's name"),
         ({"aliases": {"both": {"old": -1}}}, "aliases.both.old: must be a number from 0"),
         ({"aliases": {"both": {"old": True}}}, "aliases.both.old: must be a number"),
         ({"aliases": {"both": {"old": 0}}}, "aliases.both: must give a model a weight above 0"),
