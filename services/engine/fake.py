@@ -123,6 +123,9 @@ class FakeRunner:
         pool = (self.slots, *self.carried_pools)[group]
         return (memoryview(pool[page]).cast("B") for page in pages)
 
+    def staging(self, slot_bytes: int) -> None:
+        """Return None: its pools are in the host's memory."""
+
     def close(self) -> None:
         self.slots = np.zeros((0, 0), dtype=np.uint64)
 

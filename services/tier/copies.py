@@ -5,23 +5,27 @@ One kind moves none: it has the kernel read blocks from a disk into its page cac
 The tier's thread runs it, and the engine may stop it at any time:
 
     engine's thread        stop() ......... returns once the copy touches no page of the pool any more
-    tier's thread    run:  read, compare digests, [lock: copy one block, unless stopped], and so on
+                           discard() ...... returns at once: what it still copies is used no more
+    tier's thread    up:   read, compare digests, [lock: copy a piece into pages, unless stopped], and so on
+                     down: [lock: copy a block out of its pages], write it unless discarded meanwhile
 
-A copy between a slab and the pool goes through a buffer of the tier's own, and only the step from memory to
-memory holds the lock. So a disk that never answers blocks no page of the pool, and an eviction, a retraction
-or the end of a request waits at most for the copy of one block.
+A copy between a slab and the pool goes through a buffer of the tier's own (Staging), and only the step
+between buffer and pool holds the lock. So a disk that never answers blocks no page of the pool, the end of a
+read waits at most for a piece, and an eviction for nothing.
 
 Rule 1: bytes of a slot are written to a page only after their digest has been compared.
-Rule 2: the copy of a page to a slab is stopped before the page is allocated to another request.
+Rule 2: the copy of a page to a slab is discarded before the page is allocated to another request. Whether it
+        was is looked at after the page has been copied, so what is written is what the page had before.
 """
 
 import ctypes
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from services.kv.page_digest import digest_of
@@ -32,6 +36,8 @@ from services.tier.shared import SharedFiles, SlotGone
 from services.values.kv import PoolMemory
 
 Clock = Callable[[], float]
+
+_MOST_LOCKED = 4 << 20  # Whoever ends a read waits for no more bytes than these.
 
 
 class Slots(Protocol):
@@ -44,7 +50,20 @@ class Slots(Protocol):
     def close(self) -> None: ...
 
 
-class Staging:
+class Staging(Protocol):
+    """A slot's bytes are here on their way between a slab and the pools. Only the tier's thread calls it."""
+
+    @property
+    def bytes(self) -> memoryview: ...
+
+    def take(self, spans: Sequence[Span]) -> None:
+        """Copy from the pools. When it returns the bytes are here. Raises OSError."""
+
+    def give(self, spans: Sequence[Span]) -> None:
+        """Copy into the pools. When it returns, or raises OSError, nothing is written there any more."""
+
+
+class HostStaging:
     def __init__(self, slot_bytes: int, unit_bytes: Sequence[int], pools: Sequence[PoolMemory]) -> None:
         """`pools` are a rank's, in the order of `KvLayout.unit_bytes`, and all in the host's memory."""
         self._pools = [(pool.base_address, size) for pool, size in zip(pools, unit_bytes, strict=True)]
@@ -52,11 +71,11 @@ class Staging:
         self._address = ctypes.addressof(buffer)
         self.bytes = memoryview(buffer).cast("B")
 
-    def take(self, spans: Iterable[Span]) -> None:
+    def take(self, spans: Sequence[Span]) -> None:
         for span in spans:
             ctypes.memmove(self._address + span.at, self._of(span), span.num_bytes)
 
-    def give(self, spans: Iterable[Span]) -> None:
+    def give(self, spans: Sequence[Span]) -> None:
         for span in spans:
             ctypes.memmove(self._of(span), self._address + span.at, span.num_bytes)
 
@@ -74,8 +93,9 @@ class Copy:
 
     def stop(self) -> None:
         """Stop the copy; it touches no page of the pool after this returns."""
+        self._stopped = True  # It is said before the lock is waited for: the copy goes no further.
         with self._lock:
-            self._stopped = True
+            pass
 
     @property
     def is_stopped(self) -> bool:
@@ -98,6 +118,10 @@ class Store(Copy):
     `digests` has those of the slots that are written.
     """
 
+    def discard(self) -> None:
+        """Have it write no further slot, without waiting: its pages may get other content from now on."""
+        self._stopped = True
+
     def __init__(self, *parts: tuple[Block, Sequence[Span]]) -> None:
         super().__init__()
         self.blocks = tuple(block for block, _ in parts)
@@ -107,7 +131,7 @@ class Store(Copy):
     def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
         try:
             for place, record, spans in self._parts:
-                if not self._with_pool(lambda spans=spans: staging.take(spans)):  # type: ignore[misc]
+                if not self._with_pool(partial(staging.take, spans)):
                     return
                 self.at_tier = place.tier
                 self.digests.append(slabs[place.tier].write(place.slot, staging.bytes, record))
@@ -242,14 +266,21 @@ class LoadCopy(Copy):
             if not is_whole(staging.bytes, piece.digest):
                 is_gone = slabs[self.at_tier].has_changed(piece.place.slot, piece.digest)
                 return LoadEnd.GONE if is_gone else LoadEnd.CORRUPT
-            if not self._with_pool(lambda piece=piece: self._give(staging, piece)):  # type: ignore[misc]
+            if not self._give(staging, piece.spans):
                 return LoadEnd.STOPPED
             self.read_bytes[piece.place.tier] += len(staging.bytes)
             self.read_s[piece.place.tier] += self._pace.clock() - began_s
         return LoadEnd.WHOLE
 
-    def _give(self, staging: Staging, piece: CopyPiece) -> None:
-        staging.give(piece.spans)
+    def _give(self, staging: Staging, spans: Sequence[Span]) -> bool:
+        *first, last = _batches(spans)
+        for batch in first:
+            if not self._with_pool(partial(staging.give, batch)):
+                return False
+        return self._with_pool(partial(self._give_last, staging, last))
+
+    def _give_last(self, staging: Staging, spans: Sequence[Span]) -> None:
+        staging.give(spans)
         self.num_done += 1
 
     def _is_worth_reading(self) -> bool:
@@ -259,6 +290,21 @@ class LoadCopy(Copy):
         seconds, tokens = left * sum(self.read_s.values()) / self.num_done, pace.tokens
         tokens *= 1 if pace.is_whole else left
         return Left(seconds, tokens, pace.computed_tokens_per_s).is_worth_reading
+
+
+def _batches(spans: Sequence[Span]) -> list[list[Span]]:
+    """Return the spans in order, cut so that a batch has at most _MOST_LOCKED bytes; at least one batch."""
+    batches, left = [list[Span]()], _MOST_LOCKED
+    for at, pool, unit, start, num_bytes in spans:
+        done = 0
+        while done < num_bytes:
+            if left == 0:
+                batches.append([])
+                left = _MOST_LOCKED
+            size = min(left, num_bytes - done)
+            batches[-1].append(Span(at + done, pool, unit, start + done, size))
+            done, left = done + size, left - size
+    return batches
 
 
 def record_of(block: Block) -> Stored:

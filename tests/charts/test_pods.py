@@ -292,7 +292,7 @@ def test_what_tiers_take_of_memory_is_asked_for():
     in_memory = {"file": {"size": "512MiB", "medium": "Memory"}, "memory": "20GiB"}
     limits = {"requests": {"memory": "4Gi"}, "limits": {"memory": 8 * 10**9}}
     values = {
-        "prefill": {"tiers": {"memory": "20GiB"}, "resources": {"limits": {"memory": None}}},
+        "prefill": {"gpus": 1, "tiers": {"memory": "20GiB"}, "resources": {"limits": {"memory": None}}},
         "decode": {"dpSize": 2, "tiers": in_memory, "resources": limits},
     }
     objects = render(merged(LEAST, values))

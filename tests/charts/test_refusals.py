@@ -142,7 +142,6 @@ BY_TEMPLATE = {
         for flag in of_role("prefill")
     },
     "tiers of SGLang": ({"prefill": GPU, "decode": GPU | MEMORY_TIER}, "decode.tiers is for engine torch"),
-    "tiers of a pool on a GPU": ({"decode": {"gpus": 1} | MEMORY_TIER}, "a pool on a GPU has no tiers yet"),
     "a limit on writes to no file": (
         {"decode": {"flags": {"kv-tier-write-mbps": 50}} | MEMORY_TIER}, "limits decode.tiers.file"
     ),

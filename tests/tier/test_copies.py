@@ -14,7 +14,7 @@ from services.kv.tiers.books import TierBooks
 from services.kv.tiers.slot_spans import Span
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
-from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Move, Staging, Store
+from services.tier.copies import CopyPace, CopyPiece, HostStaging, LoadCopy, LoadEnd, Move, Store
 from services.tier.slab import FileCalls, SlabInUse, SlabShape
 from services.tier.thread import TierThread, while_it_answers
 from services.values.kv import PageId, PoolMemory
@@ -31,7 +31,7 @@ class Rank:
         self.pool[:] = np.arange(8)[:, None] + 1
         self.slabs = [slabs.open_memory(None, SHAPE, FileCalls(**calls)) for _ in range(2)]
         self.books = TierBooks([SHAPE.num_slots] * 2)
-        self.staging = Staging(SLOT, [PAGE], [PoolMemory(self.pool.ctypes.data, 8)])
+        self.staging = HostStaging(SLOT, [PAGE], [PoolMemory(self.pool.ctypes.data, 8)])
         self.now_s = 0.0
 
     def run(self, copy):

@@ -139,9 +139,6 @@
 {{- if eq $worker.engine "sglang" -}}
 {{- fail (printf "%s.tiers is for engine torch: SGLang has its own way with that" .role) -}}
 {{- end -}}
-{{- if gt (int $worker.gpus) 0 -}}
-{{- fail (printf "%s.tiers: a pool on a GPU has no tiers yet" .role) -}}
-{{- end -}}
 {{- $cache := printf "%s-cache" .role -}}
 {{- if has (index $worker.flags $cache | default "on" | toString) (list "off" "false") -}}
 {{- fail (printf "%s.tiers keeps what %s.flags.%s has, which is off" .role .role $cache) -}}

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from services.cli import screen
 from services.cli.table import fold, format_bytes
 from services.engine.engine_config import TIER_BOUNDS
-from services.engine.paged.shell.tiers import TierPlace, check_room, check_tiers, tier_places
+from services.engine.paged.shell.tiers import TierPlace, check_room, tier_places
 from services.kv.tails import PoolSizes, units_at, units_for
 from services.model import lora
 from services.model.layer_groups import AttentionGroup, LayerGroups, draft_groups, layer_groups, text_config
@@ -195,6 +195,9 @@ class SizeConfig:
     kv_tier: tuple[str, ...] = setting(
         (), "the ranks' --kv-tier: tell what each holds", split=False, bounds=TIER_BOUNDS
     )
+    device: Literal["cpu", "cuda"] = setting(
+        "cpu", "with --kv-tier: where the ranks compute; tiers in memory take nothing of a GPU's"
+    )
     disk_gib_per_s: float | None = setting(
         None, "with --kv-tier: GiB that a rank reads from files in a second", bounds=Bounds(above=0)
     )
@@ -288,7 +291,7 @@ def fit_of(config: SizeConfig, checkpoint: dict[str, Any], gpu_gib: float) -> Fi
         (gpu_gib / 10 if config.reserve_gib is None else config.reserve_gib) * _GIB,
         gpu_gib * _GIB,
         _start_bytes(config, checkpoint),
-        sum(place.size_bytes for place in _tiers(config) if place.directory is None),
+        memory_bytes(config) if config.device == "cpu" else 0,
         sum(map(_adapter_bytes, config.lora)),
     )
 
@@ -416,16 +419,23 @@ def _tiers(config: SizeConfig) -> tuple[TierPlace, ...]:
     if places:
         if config.engine == "sglang":
             raise ConfigError("--kv-tier is not for --engine=sglang")
-        check_tiers(on_gpu=config.tp_size > 1)
+        if config.tp_size > 1:
+            raise ConfigError("--kv-tier is for engine torch, whose ranks have one GPU each: not --tp-size")
     return places
+
+
+def memory_bytes(config: SizeConfig) -> int:
+    """Return the bytes of a rank's tiers in memory."""
+    return sum(place.size_bytes for place in _tiers(config) if place.directory is None)
 
 
 def _tier_lines(
     config: SizeConfig, checkpoint: dict[str, Any], pool: Pool, carried: CarriedPools
 ) -> Iterator[str]:
-    """Yield what each tier holds and how fast it is, and the memory of a rank that has them, on a CPU.
+    """Yield what each tier holds and how fast it is, and the memory of a rank that has them.
 
-    A tier has two checkpoints of a conversation, in whole slots. One of them is read.
+    A tier has two checkpoints of a conversation, in whole slots. One of them is read. How fast memory is read
+    for a pool on a GPU was never measured.
     """
     block_tokens = max(_INDEX_BLOCK, config.page_size)
     block_bytes = block_tokens * pool.token_bytes
@@ -440,12 +450,17 @@ def _tier_lines(
             f"{text.ljust(_LABEL - 1)} {tokens} tokens on each rank: {held} conversations on "
             f"{config.ranks} ranks"
         )
-        gib_per_s = _MEMORY_GIB_PER_S if place.directory is None else config.disk_gib_per_s
+        in_memory_per_s = _MEMORY_GIB_PER_S if config.device == "cpu" else None
+        gib_per_s = in_memory_per_s if place.directory is None else config.disk_gib_per_s
         if gib_per_s is not None:
             read_bytes = pool.token_bytes * (blocks + parts) / blocks
             yield f"{'read'.ljust(_LABEL - 1)} {_pace(gib_per_s * _GIB / read_bytes, config)}"
     pages = config.kv_pages or pool.pages_for(config.conversations, config.ranks)
-    in_memory = sum(place.size_bytes for place in tier_places(config.kv_tier) if place.directory is None)
+    in_memory = memory_bytes(config)
+    if config.device == "cuda":
+        more = format_bytes(in_memory + block_bytes)
+        yield f"host memory        {more} more than without tiers, on each rank"
+        return
     own_bytes = weights(checkpoint, dequantized=True).bytes_per_gpu()
     if config.weights_gib is not None:
         own_bytes = config.weights_gib * _GIB

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.grammar.matcher import MaskCounts, MaskRequest, Matcher
+from services.tier.copies import Staging
 from services.values.adapter import Adapter
 from services.values.errors import PeerFailed
 from services.values.kv import KvLayout, PageId, PoolMemory
@@ -297,6 +298,12 @@ class ModelRunner(Protocol):
         elsewhere.
 
         The bytes are valid until the next ones are taken, or this thread reads again. Any thread may call it.
+        """
+
+    def staging(self, slot_bytes: int) -> Staging | None:
+        """Return what copies a tier's slots to and from all pools; None where the host reads them in place.
+
+        Raises Unavailable where it lacks memory now.
         """
 
     def close(self) -> None: ...

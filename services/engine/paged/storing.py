@@ -131,19 +131,19 @@ class Storing:
         return f"Storing(pages={len(self._copied)} moves={self._num_moves})"
 
     def lent(self, pages: Sequence[PageId]) -> None:
-        """Stop the copies of these pages, because they are about to be overwritten."""
+        """Discard the copies of these pages, because they are about to be overwritten."""
         self._num_lent += len(pages)
         if not self._copied:
             return
         for page in pages:
             if (store := self._copied.pop(page, None)) is not None:
-                store.stop()
+                store.discard()
                 self._counts.overtaken += 1
 
     def _copy_no_more(self, point: SavedPoint) -> None:
         self._keys.pop(point, None)
         if (store := self._copied_points.pop(point, None)) is not None:
-            store.stop()
+            store.discard()
             self._counts.overtaken += 1
 
     @property
@@ -271,7 +271,7 @@ class Storing:
             return None
         self._pages[store] = pages
         for page in pages:
-            self._stop(self._copied.get(page))
+            self._discard(self._copied.get(page))
             self._copied[page] = store
         return block
 
@@ -298,7 +298,7 @@ class Storing:
         if not self._begin(store):
             return False
         self._books.use(blocks[-1])
-        self._stop(self._copied_points.get(point))
+        self._discard(self._copied_points.get(point))
         self._copied_points[point], self._point_of[store] = store, point
         return True
 
@@ -321,11 +321,11 @@ class Storing:
             self._note_begun(0)
         return True
 
-    def _stop(self, earlier: Store | None) -> None:
-        """Stop a copy of the same units that was begun before. Only the last one is stopped when they get a
-        new owner, so an earlier one would write the new owner's KV under the old key."""
+    def _discard(self, earlier: Store | None) -> None:
+        """Discard an earlier copy of the same units. Only the last one is discarded when they get a new
+        owner, so this one would write the new owner's KV under the old key."""
         if earlier is not None:
-            earlier.stop()
+            earlier.discard()
 
     def _give_up(self, store: Store) -> None:
         """Free the slots that are not written; of a checkpoint the others, too."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median_low
 
 import torch
+from torch import Tensor
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk
 from services.engine.torch.checkpoint import Checkpoint, load_model, open_checkpoint
@@ -154,6 +155,11 @@ class TorchDraft:
 
     def read_pages(self, pages: Sequence[PageId]) -> Iterator[memoryview]:
         return self._pools.read(pages, 0)
+
+    @property
+    def units(self) -> Tensor:
+        """Return the bytes of its pool, uint8 [num_pages, page_bytes]."""
+        return self._pools.units[0]
 
     def compute_with(self, chunks: Sequence[Chunk]) -> None:
         lacking = [(chunk, self._lacking(chunk)) for chunk in chunks]

@@ -129,6 +129,10 @@ class KvPool:
     def memory(self) -> PoolMemory:
         return pool_memory(self.kv.numbers, self.kv.num_pages)
 
+    @property
+    def units(self) -> Tensor:
+        return self.kv.numbers.view(torch.uint8).view(self.kv.num_pages, self.unit_bytes)
+
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         return self.kv.layer(index)
 
@@ -203,6 +207,10 @@ class SlotPool:
     @property
     def memory(self) -> PoolMemory:
         return pool_memory(self._slots, self.num_slots)
+
+    @property
+    def units(self) -> Tensor:
+        return self._slots
 
     def zero(self, slots: Sequence[int]) -> None:
         self._slots[list(slots)] = 0
@@ -290,6 +298,12 @@ class Pools:
     def memory(self) -> tuple[PoolMemory, ...]:
         states = () if self.slots is None else (self.slots.memory,)
         return (*(pool.memory for pool in self._paged), *states)
+
+    @property
+    def units(self) -> tuple[Tensor, ...]:
+        """Return the bytes of each group's pool, uint8 [num_units, unit_bytes]."""
+        states = () if self.slots is None else (self.slots.units,)
+        return (*(pool.units for pool in self._paged), *states)
 
     def read(self, units: Sequence[PageId], group: int) -> Iterator[memoryview]:
         if not 0 <= group < len(self.layout.groups):

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from services.engine.paged.drafters import DraftFailures
 from services.engine.paged.model_runner import Chunk, DraftModel, Sampled, keep_accepted
@@ -23,6 +24,7 @@ from services.engine.torch.draft import DraftModelSettings, TorchDraft
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.model.self_check import check
+from services.engine.torch.pinned_staging import CudaQueue, PinnedStaging
 from services.engine.torch.pools import KvDtype, Pools
 from services.engine.torch.quantized.as_stored import WeightsForm, multiply_as_stored, way_of
 from services.engine.torch.sampling.device_sampler import open_sampler
@@ -33,6 +35,7 @@ from services.engine.torch.shared_weights import SharedWeights
 from services.engine.torch.step_graphs import graph_budget, open_graphs
 from services.grammar.matcher import MaskCounts
 from services.kv.tails import PoolSizes
+from services.tier.copies import Staging
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import KvLayout, PageId, PoolMemory
 
@@ -197,6 +200,17 @@ class TorchRunner:
         if self._draft is not None and group == len(self._pools.layout.groups):
             return self._draft.read_pages(pages)
         return self._pools.read(pages, group)
+
+    def staging(self, slot_bytes: int) -> Staging | None:
+        if self._device.type == "cpu":
+            return None
+        return PinnedStaging(slot_bytes, self.units, CudaQueue(self._device))
+
+    @property
+    def units(self) -> tuple[Tensor, ...]:
+        """Return the bytes of each pool, uint8 [num_units, unit_bytes], in the order of the layout's."""
+        drafts = () if self._draft is None else (self._draft.units,)
+        return (*self._pools.units, *drafts)
 
     def _as_stored(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
         """Let linear layers multiply weights as stored, and return the resulting model's fingerprint."""

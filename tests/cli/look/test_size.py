@@ -224,6 +224,11 @@ def test_what_tiers_hold(subtests, tmp_path, capsys):
         assert "tiers in memory    20.0 GiB" in capsys.readouterr().out.splitlines()
         assert run([f"--model={tmp_path}", *flags, "--kv-tier=memory:21GiB", *fitting]) == 1
         capsys.readouterr()
+    with subtests.test("beside a GPU it is the host's, and nobody has measured how fast it is"):
+        assert run([f"--model={tmp_path}", *flags, *tiers, "--device=cuda", "--gpu-gib=28"]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert "host memory        20.0 GiB more than without tiers, on each rank" in told
+        assert not [line for line in told if line.startswith(("read ", "tiers in memory", "memory of a"))]
     (tmp_path / "hybrid.json").write_text(json.dumps(QWEN3_5_35B_A3B))
     with subtests.test("a hybrid's two checkpoints a conversation count, as slots of whole blocks"):
         hybrid = (f"--model={tmp_path / 'hybrid.json'}", "--context-tokens=6400", "--kv-tier=memory:10GiB")
@@ -237,7 +242,7 @@ def test_what_tiers_hold(subtests, tmp_path, capsys):
         (("--kv-tier=memory:1MiB",), "have no room for a block"),
         (("--kv-tier=/tiers:1GiB", "--kv-tier=/tiers/:2GiB"), "two tiers are in one place"),
         (("--kv-tier=memory:1GiB", "--engine=sglang"), "not for --engine=sglang"),
-        (("--kv-tier=memory:1GiB", "--tp-size=2"), "a pool on a GPU"),
+        (("--kv-tier=memory:1GiB", "--tp-size=2"), "one GPU each"),
         (("--kv-tier=memory:100MiB", f"--model={tmp_path / 'hybrid.json'}"), "room for two checkpoints"),
     ]:
         refusing = pytest.raises(ConfigError, match=why)

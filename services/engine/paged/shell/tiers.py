@@ -23,7 +23,7 @@ from services.kv.tiers.slot_spans import most_parts
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
-from services.tier.copies import Clock, LoadEnd, Staging
+from services.tier.copies import Clock, HostStaging, LoadEnd, Staging
 from services.tier.shared import SharedFiles
 from services.tier.slab import (
     FileCalls,
@@ -68,12 +68,6 @@ def tier_places(texts: Iterable[str]) -> tuple[TierPlace, ...]:
     return places
 
 
-def check_tiers(*, on_gpu: bool) -> None:
-    """Raise ConfigError unless a rank's pools are in the host's memory: only these have tiers."""
-    if on_gpu:
-        raise ConfigError("--kv-tier: a pool on a GPU has no tiers yet")
-
-
 def check_room(shape: SlabShape, parts: int) -> None:
     """Raise ConfigError where a checkpoint of so many parts would take more than half of a tier.
 
@@ -113,12 +107,11 @@ def open_tiers(
     """Open the tiers and start their thread; return None where there are none, and how many are left out.
 
     A tier is left out where its disk fails, is full or does not answer, or where another process has its
-    file: the rank serves without it. Raise ConfigError where its flag is wrong, or where the pools are on a
-    GPU.
+    file: the rank serves without it. Raise ConfigError where its flag is wrong, and Unavailable where memory
+    is short now.
     """
     if not settings.places or not cache.enabled:
         return None, 0
-    check_tiers(on_gpu=runner.memory.kind != "DRAM")
     layout, block_tokens = runner.layout, carried.index_block
     pool = TieredPool(cache, carried, runner.draft, layout, block_tokens)
     with ExitStack() as opened:
@@ -142,9 +135,7 @@ def open_tiers(
         blocks, points = books.num_blocks, books.num_points
         event(log, "kv_tiers_found", blocks=blocks, tokens=blocks * block_tokens, checkpoints=points)
         shared = _others_files(settings, found, in_files)
-        drafts = () if runner.draft is None else (runner.draft.memory,)
-        pools = (runner.memory, *runner.carried_memory, *drafts)
-        staging = Staging(pool.slot_bytes, layout.unit_bytes, pools)
+        staging = _staging(runner, pool.slot_bytes)
         opened.pop_all()
     tiering = Tiering(
         books,
@@ -158,6 +149,14 @@ def open_tiers(
         shared,
     )
     return tiering, num_left_out
+
+
+def _staging(runner: ModelRunner, slot_bytes: int) -> Staging:
+    if (staging := runner.staging(slot_bytes)) is not None:
+        return staging
+    drafts = () if runner.draft is None else (runner.draft.memory,)
+    pools = (runner.memory, *runner.carried_memory, *drafts)
+    return HostStaging(slot_bytes, runner.layout.unit_bytes, pools)
 
 
 def _others_files(

@@ -17,7 +17,7 @@ from services.kv.tiers.books import SlotKind, SlotState, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
-from services.tier.copies import LoadCopy, Move, Staging, Store
+from services.tier.copies import HostStaging, LoadCopy, Move, Store
 from services.tier.shared import SharedFiles
 from services.tier.slab import FileCalls, SlabShape
 from services.values.kv import GroupKind
@@ -80,7 +80,9 @@ class TieredRank(Rank):
             others = SharedFiles(shared[0] / shapes[0].layout_id.hex(), shared[1], shapes[0], self.calls())
         books = TierBooks(num_slots, in_files)
         books.load([slab.records() for slab in self.slabs])
-        staging = Staging(pool.slot_bytes, pool.layout.unit_bytes, (runner.memory, *runner.carried_memory))
+        staging = HostStaging(
+            pool.slot_bytes, pool.layout.unit_bytes, (runner.memory, *runner.carried_memory)
+        )
         self.others = others
         self.tiers = core.tiers = Tiering(
             *(books, lambda done: self._begin(staging, done), pool, num_slots),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.pair import Pair
+from engine.torch.copy_queue import staged_on_a_cpu
 from engine.torch.paired.families import (
     SERVED,
     WINDOWED_MISTRAL,
@@ -14,6 +15,7 @@ from engine.torch.paired.families import (
     send_below,
     torch_settings,
 )
+from services.engine.torch.runner import TorchRunner
 from services.kv.tiers.wait_or_cut import Left
 from services.values.rank import Plan
 
@@ -102,7 +104,10 @@ async def test_turns_are_exact_in_every_shape(family, shape):
 @pytest.mark.exact
 @pytest.mark.parametrize("family", SERVED)
 async def test_turns_are_exact_when_all_that_was_cached_has_been_in_a_tier(family, monkeypatch):
+    """Every second family's slots go through staging memory, as those of a pool on a GPU do."""
     monkeypatch.setattr(Left, "is_worth_reading", True)
+    if SERVED.index(family) % 2:
+        monkeypatch.setattr(TorchRunner, "staging", staged_on_a_cpu)
     async with Pair(torch_settings(family, kv_tier=("memory:64MiB",), index_block=32)) as pair:
         talk = Talk(pair)
         await talk.turn(new_text(70, 0), Plan.LOCAL)
