@@ -51,6 +51,7 @@ def parts(
         _tests("sampling", 90),
         _tests("stored_weights", 90),
         _tests("transport", 60),
+        _tests("tiers", 60),
         _tests("exactness", 120),
         _tests("half", 90),
         _tests("families", 150),

@@ -1,11 +1,12 @@
 """This benchmark measures what steps are made of, each alone.
 
-    python -m bench.gpu.pieces --json FILE [--device cuda] [--cells matmuls draft sampling attention]
+    python -m bench.gpu.pieces --json FILE [--device cuda] [--cells matmuls draft sampling attention tiers]
 
     matmuls    the model's products, and a copy: what the device can do at most (products.py)
     draft      a round of a draft model (draft_rounds.py)
     sampling   choosing tokens of a large vocabulary, as in bench.engine
     attention  the kernel for single tokens under other constants (sweep.py)
+    tiers      slots between a pool on the device and a tier in memory (tier_copies.py)
 
 What matters most for a step comes first.
 """
@@ -23,6 +24,7 @@ from bench.gpu.draft_rounds import draft_rows
 from bench.gpu.model import dtype_on, size_on
 from bench.gpu.products import ROWS, copy_row, product_rows
 from bench.gpu.sweep import FLOAT8_GRID, GRID, OWN, Heads, best_constants, best_of, sweep_rows
+from bench.gpu.tier_copies import tier_rows
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row
 
@@ -80,7 +82,10 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=4)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
-    measures = {"matmuls": matmuls, "draft": draft, "sampling": sampling, "attention": attention}
+    measures = {
+        **{"matmuls": matmuls, "draft": draft, "sampling": sampling, "attention": attention},
+        "tiers": tier_rows,
+    }
     cells = [
         Cell(name, name, partial(measure, arguments.device))
         for name, measure in measures.items()
