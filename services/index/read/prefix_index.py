@@ -118,12 +118,13 @@ class Held:
         self._runs, self._columns, self._keys = runs, columns, keys
 
     def depth(self, key: RankKey) -> int:
-        if not self._runs or (column := self._columns.get(key)) is None:
-            return 0
-        bit = 1 << column
-        if not self._runs[0][1] & bit:  # This is so of most ranks, and all that hold anything are there.
-            return 0
-        return next(depth for depth, mask in reversed(self._runs) if mask & bit)
+        column, blocks = self._columns.get(key), 0
+        if column is not None:
+            for depth, mask in self._runs:  # Each mask has a part of those in the one before it.
+                if not mask >> column & 1:
+                    break
+                blocks = depth
+        return blocks
 
     @property
     def has_holders(self) -> bool:
