@@ -15,10 +15,11 @@ of all.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
-from statistics import median
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from services.router.placement.candidates import (
@@ -82,12 +83,14 @@ def shortlist(
     """
     if len(fixed_s) == 1:
         return [0]
-    columns = zip(fixed_s, overlapped_s, waits_s, strict=True)
-    keys = [(fixed + overlapped, fixed, wait) for fixed, overlapped, wait in columns]
-    lowest = min(fixed_s), min(waits_s)
+    keys = list(zip(map(add, fixed_s, overlapped_s), fixed_s, waits_s, strict=True))
+    order, lowest = sorted(range(len(keys)), key=keys.__getitem__), (min(fixed_s), min(waits_s))
+    if len(set(keys)) == len(keys) and (len(keys) <= spare_ranks or keys[order[0]][1:] == lowest):
+        return order[: max(1, spare_ranks)]  # This is the usual case: the cheapest is the front.
     chosen: list[int] = []
     front: list[tuple[float, float]] = []  # `fixed` and wait of the useful ones, in ascending price
-    for group in _equal(keys):
+    for _, equal in groupby(order, keys.__getitem__):
+        group = list(equal)
         _, fixed, wait = keys[group[0]]
         is_of_use = all([fixed < other_fixed or wait < other_wait for other_fixed, other_wait in front])
         if is_of_use:
@@ -98,16 +101,6 @@ def shortlist(
         if len(chosen) >= spare_ranks and (front[-1] == lowest or _is_long(chosen, front, lowest)):
             break
     return chosen
-
-
-def _equal(keys: Sequence[tuple[float, float, float]]) -> Iterator[list[int]]:
-    group: list[int] = []
-    for index in sorted(range(len(keys)), key=keys.__getitem__):
-        if group and keys[index] != keys[group[0]]:
-            yield group
-            group = []
-        group.append(index)
-    yield group
 
 
 def _is_long(chosen: list[int], front: list[tuple[float, float]], lowest: tuple[float, float]) -> bool:
@@ -421,8 +414,9 @@ def _pinned(request: PlacementRequest, decode: DecodeCandidate) -> _Home:
 
 def _typical_bandwidth(bandwidth: Bandwidth, sender: Sender, receivers: Sequence[Receiver]) -> float:
     step = -(-len(receivers) // _BANDWIDTH_SAMPLES)
-    sender_key = sender.prefill.id.key
-    return median(bandwidth(sender_key, receiver.decode.id.key) for receiver in receivers[::step])
+    key, some = sender.prefill.id.key, receivers[::step]
+    samples = sorted([bandwidth(key, receiver.decode.id.key) for receiver in some])
+    return (samples[(len(some) - 1) // 2] + samples[len(some) // 2]) / 2
 
 
 def _another(tie: float, prime: int) -> float:

@@ -322,8 +322,11 @@ class PriceList:
         return itl_weight * wait_s, itl_weight * decode.running * decode.token_s
 
     def receiving_s(self, receiver: Receiver, bytes_per_s: float) -> tuple[float, float]:
-        transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
-        return receiver.at_decode_s + last_chunk_s + self.carried_s(bytes_per_s), transfer_s
+        request, delta = self.request, receiver.delta
+        s_per_token, chunk = request.kv_bytes_per_token / bytes_per_s, request.chunk_tokens
+        last_chunk_s = (delta if delta < chunk else chunk) * s_per_token
+        carried_s = request.carried_bytes / bytes_per_s
+        return receiver.at_decode_s + last_chunk_s + carried_s, delta * s_per_token
 
     def remotes(
         self, receiver: Receiver, senders: Iterable[Sender], bytes_per_s: float, known: tuple[float, float]
