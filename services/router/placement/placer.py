@@ -56,6 +56,7 @@ _OWN_REACH = 64  # This router's own ranks are looked for among so many of the l
 _PREDICTED = 6  # So many of the ranks that will soon hold the most of a prompt are always priced.
 _DEEPEST = 128  # So many blocks of a prompt with a checkpoint after them are checked, the deepest first.
 _USUAL_TOKENS = 4_096  # A rank should have free pages for a prompt of this length.
+_SOME = 128  # Up to so many holders of a block are sorted; among more of them the order soon has one.
 _EXPLAINED = 64  # So many ranks of each role are shown at most.
 
 
@@ -337,7 +338,7 @@ class Placer:
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
             holders: Iterable[RankKey]
-            if num_deeper**2 > len(order):  # One of the next in the order will hold it.
+            if num_deeper > min(_SOME, len(order) // 2):  # One of the next in the order will hold it.
                 holders = (key for key in ranks if held.depth(key) > longest)
             else:  # A rank before those that were chosen holds less.
                 holders = order.ascending(held.beyond(longest))
