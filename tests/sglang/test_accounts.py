@@ -26,7 +26,7 @@ class Sglang:
     def __init__(self, chunks):
         self.chunks, self.bodies = chunks, []
 
-    async def stream(self, body, telling=None):
+    async def stream(self, body, telling=None, needs=None):
         self.bodies.append(body)
         await self.reserve(body["bootstrap_room"])
         for each in self.chunks:
