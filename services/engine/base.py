@@ -65,7 +65,10 @@ class HandsOver(Protocol):
 
 
 class Adapters(Protocol):
-    """An engine computes the model with LoRA adapters, too, for requests that name one."""
+    """An engine computes the model with LoRA adapters, too, for requests that name one.
+
+    Nobody cancels `load` and `unload`, which would leave an adapter half loaded.
+    """
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -81,10 +84,7 @@ class Adapters(Protocol):
         """
 
     async def unload(self, name: str) -> None:
-        """Give it up once no running request needs it. Cancelling the call does not stop that.
-
-        Raises NotFound.
-        """
+        """Give it up once no running request needs it. Raises NotFound."""
 
 
 class Engine(Protocol):

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -25,6 +25,8 @@ from services.values.rank import RankId
 from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
+
+T = TypeVar("T")
 
 # Routers learn within this time that a rank drains, and until then it accepts what they send.
 _NOTICE_S = 0.5
@@ -144,11 +146,15 @@ class Intake:
         return self._told is draining
 
     async def _through(self, change: Coroutine[Any, Any, None]) -> None:
-        """Complete the change even if the caller is cancelled before it is done."""
-        task = asyncio.create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        await _through(change, self._changes)
+
+
+async def _through(change: Coroutine[Any, Any, T], changes: set[asyncio.Task[T]]) -> T:
+    """Complete the change even if the caller is cancelled before that; `changes` has those that run."""
+    task = asyncio.create_task(change)
+    changes.add(task)
+    task.add_done_callback(changes.discard)
+    return await asyncio.shield(task)
 
 
 async def _nobody_is_there(draining: bool) -> bool:
@@ -160,7 +166,8 @@ async def _be_noticed() -> None:
 
 
 class RankAdapters:
-    """An operator loads and unloads a rank's adapters; routers know of those that it registers."""
+    """An operator loads and unloads a rank's adapters; routers know of those that it registers. A caller that
+    gives up stops neither."""
 
     def __init__(self, adapters: Adapters | None, root: Path | None) -> None:
         """`root` has all that may be loaded; None means that nothing may."""
@@ -168,6 +175,8 @@ class RankAdapters:
         self._adapters = adapters
         self._root = root
         self._changing = asyncio.Lock()
+        self._loading = set[asyncio.Task[Adapter]]()
+        self._unloading = set[asyncio.Task[None]]()
 
     @property
     def loaded(self) -> tuple[Adapter, ...]:
@@ -180,13 +189,19 @@ class RankAdapters:
         path = (self._root / directory).resolve()
         if not path.is_relative_to(self._root.resolve()):
             raise InvalidRequest(f"{directory} is not below --lora-dir")
-        async with self._changing:
-            adapter = await self._adapters.load(name, path)
-            await self._told(self.loaded)
-        return adapter
+        return await _through(self._load(self._adapters, name, path), self._loading)
 
     async def unload(self, name: str) -> None:
         """Raise NotFound, and Unavailable where etcd could not be told."""
+        await _through(self._unload(name), self._unloading)
+
+    async def _load(self, adapters: Adapters, name: str, path: Path) -> Adapter:
+        async with self._changing:
+            adapter = await adapters.load(name, path)
+            await self._told(self.loaded)
+        return adapter
+
+    async def _unload(self, name: str) -> None:
         async with self._changing:
             left = tuple(adapter for adapter in self.loaded if adapter.name != name)
             if self._adapters is None or len(left) == len(self.loaded):

@@ -1,11 +1,15 @@
 """Whether a rank takes new requests: who is told, who is refused, and what undoes it."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from services.engine.paged.shell.adapting import Adapting
 from services.rank import intake as intake_module
-from services.rank.intake import Intake
+from services.rank.intake import Intake, RankAdapters
+from services.values.adapter import Adapter
 from services.values.errors import StaleGeneration, Unavailable
 from services.values.rank import Generation, RankId
 
@@ -209,3 +213,45 @@ async def test_who_only_waits_waits_for_whoever_drained_it_last(intake):
     await intake.undrain()
     await intake.drain(0.0)
     assert await intake.drain(0.0, only_wait=True) == 1
+
+
+class SlowLoader:
+    """It computes with an adapter, or gives it up, when the test says so."""
+
+    def __init__(self):
+        self.held, self.may_go_on = set(), asyncio.Event()
+
+    def read(self, name, directory):
+        return SimpleNamespace(adapter=Adapter(name, "0" * 32))
+
+    async def put(self, read):
+        self.held.add(read.adapter)
+        await self.may_go_on.wait()
+
+    async def drop(self, adapter):
+        await self.may_go_on.wait()
+        self.held.remove(adapter)
+
+
+async def test_adapters_of_a_caller_that_gives_up_are_loaded_and_unloaded_all_the_same(routers, noticed):
+    loader = SlowLoader()
+    adapters = RankAdapters(Adapting(loader), Path("/"))
+    adapters.tell = routers.tell
+
+    async def given_up(call, begun):
+        caller = asyncio.create_task(call)
+        while not begun():
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert caller.cancelled()
+        loader.may_go_on.set()
+
+    await given_up(adapters.load("a", "a"), lambda: loader.held)
+    again = await adapters.load("a", "a")
+    assert adapters.loaded == (again,) and routers.told[0] == (again,)
+    loader.may_go_on.clear()
+    await given_up(adapters.unload("a"), lambda: not adapters.loaded)
+    while loader.held:
+        await asyncio.sleep(0)
+    assert routers.told[-1] == ()

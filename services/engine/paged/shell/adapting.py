@@ -62,7 +62,6 @@ class Adapting:
         self._changing = asyncio.Lock()
         self._running: dict[Adapter, int] = {}
         self._one_ended = asyncio.Event()
-        self._dropping: set[asyncio.Task[None]] = set()
 
     def begin(self, loaded: Iterable[Adapter]) -> None:
         self._named = {adapter.name: adapter for adapter in loaded}
@@ -99,13 +98,6 @@ class Adapting:
         adapter = self._named.pop(name, None)
         if adapter is None:
             raise NotFound(f"adapter {name!r} is not loaded on this rank")
-        # A caller that gives up does not stop it.
-        dropping = asyncio.create_task(self._drop(adapter), name=f"drop-{adapter}")
-        self._dropping.add(dropping)
-        dropping.add_done_callback(self._dropping.discard)
-        await asyncio.shield(dropping)
-
-    async def _drop(self, adapter: Adapter) -> None:
         async with self._changing:
             while self._running.get(adapter):
                 self._one_ended.clear()
