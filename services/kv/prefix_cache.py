@@ -50,6 +50,8 @@ class SequencePages:
     quarantined: list[PageId] = field(default_factory=list)
     # All that it does counts as this use of the tree; with None each action counts as a new use.
     used_at: float | None = None
+    # As long as this is the same object, pages are only appended.
+    table: object = field(default_factory=object)
 
     @property
     def num_private(self) -> int:
@@ -201,9 +203,8 @@ class PrefixCache:
         self._tree.lock(match.node)
         self._tree.unlock(sequence.node)
         sequence.node = match.node
-        sequence.num_published = end = first + len(match.pages)
-        replaced, sequence.pages[first:end] = sequence.pages[first:end], match.pages
-        self._free_private(replaced)
+        sequence.num_published = first + len(match.pages)
+        self._free_private(_exchange(sequence, first, match.pages))
 
     def node_at(self, sequence: SequencePages, position: int) -> Node | None:
         """Return the tree's node of the page that ends at `position`; None if that is not published."""
@@ -270,9 +271,7 @@ class PrefixCache:
         self._require(sequence, Hold.OPEN, "shorten")
         if num_pages < sequence.num_published:
             raise ProtocolError(f"page {num_pages} of {sequence} is published")
-        unused = sequence.pages[num_pages:]
-        del sequence.pages[num_pages:]
-        self._free_private(unused)
+        self._free_private(_cut(sequence, num_pages))
 
     def publish(self, sequence: SequencePages, ids: Sequence[int], *, keep_duplicates: bool = True) -> None:
         """Put the full pages of `ids` into the tree, held by the sequence.
@@ -301,7 +300,7 @@ class PrefixCache:
         if keep_duplicates:
             sequence.duplicates += inserted.duplicates
         else:
-            sequence.pages[first:end] = inserted.pages
+            _exchange(sequence, first, inserted.pages)
             self._free_private(inserted.duplicates)
 
     def close(self, sequence: SequencePages) -> None:
@@ -336,8 +335,7 @@ class PrefixCache:
         self._require(sequence, Hold.OPEN, "set pages aside of")
         if num_pages < sequence.num_published:
             raise ProtocolError(f"page {num_pages} of {sequence} is published")
-        cut = sequence.pages[num_pages:]
-        del sequence.pages[num_pages:]
+        cut = _cut(sequence, num_pages)
         self._private_pages -= len(cut)
         self._quarantined_pages += len(cut)
         aside = SequencePages([], 0, None, 0, hold=Hold.QUARANTINED, quarantined=cut)
@@ -430,6 +428,7 @@ class PrefixCache:
         sequence.node = None
         sequence.num_published = 0
         sequence.pages.clear()
+        sequence.table = object()
         sequence.duplicates.clear()
         return private
 
@@ -456,6 +455,22 @@ class PrefixCache:
         assert not (lost or doubled or foreign), (
             f"pages lost {lost}, in two places {doubled}, foreign {foreign}"
         )
+
+
+def _exchange(sequence: SequencePages, first: int, pages: list[PageId]) -> list[PageId]:
+    """Put other pages into the places from `first` on, and return those that were there."""
+    end = first + len(pages)
+    before, sequence.pages[first:end] = sequence.pages[first:end], pages
+    if before != pages:
+        sequence.table = object()
+    return before
+
+
+def _cut(sequence: SequencePages, num_pages: int) -> list[PageId]:
+    cut = sequence.pages[num_pages:]
+    del sequence.pages[num_pages:]
+    sequence.table = object()
+    return cut
 
 
 def _check_table(sequence: SequencePages) -> None:

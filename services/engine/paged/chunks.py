@@ -31,6 +31,7 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         generated=seq.computed >= len(request.prompt_ids),
         scoring=None if seq.scores is None else seq.scores.asked_of(seq.computed, end),
         adapter=request.adapter,
+        table=seq.pages.table,
     )
 
 

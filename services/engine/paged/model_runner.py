@@ -134,6 +134,9 @@ class Chunk:
     # It tells what else the rows are to report, about the prompt's next tokens.
     scoring: Scoring | None = None
     adapter: Adapter | None = None
+    # Of chunks that have the same object here, the `pages` of one are the first of the other's. Nobody else
+    # reads a page that the chunk's tokens are written to, before another step.
+    table: object | None = None
 
     @property
     def end(self) -> int:

@@ -68,7 +68,7 @@ class _Drafting:
     @property
     def next_token(self) -> Chunk:
         position = self.chunk.end + len(self.ids) - 1
-        return Chunk(self.ids[-1:], position, self.pages, False, _GREEDY)
+        return Chunk(self.ids[-1:], position, self.pages, False, _GREEDY, table=self.pages)
 
     @property
     def choosing(self) -> Chunk:

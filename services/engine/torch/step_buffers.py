@@ -8,9 +8,12 @@ A step with too few rows is padded with copies of its first row, which have its 
 of single tokens read what that one reads, so they read no KV and use no experts of their own; copies among
 prompts attend to nothing. The KV of copies is not stored: the first entry of what is stored is repeated
 instead.
+
+Most steps have the sequences of the last one, each with one more token, in the same pages or a new one. Such
+a step changes the last plan instead of making its own; what it writes is the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -23,15 +26,25 @@ from torch import Tensor
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.cpu_attention_kernel import PagePieces, Slots
 from services.engine.torch.attention.page_pieces import (
+    GrowingPieces,
     OnDevice,
+    Outline,
     PartsView,
     PieceParts,
     cut_pieces,
+    outline_of,
     pieces_of,
     rows_of,
 )
 from services.engine.torch.attention.prompts import PackedChunks, PackedView, PlacedRead, tables_of
-from services.engine.torch.attention.step_view import PagedLayers, Reach, ReachView, read_of, stored_slots
+from services.engine.torch.attention.step_view import (
+    PagedLayers,
+    Reach,
+    ReachView,
+    page_of,
+    read_of,
+    stored_slots,
+)
 from services.engine.torch.model.step_cache import TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 
@@ -43,8 +56,23 @@ _NO_SLOTS = Slots(*(np.empty(0, np.int64) for _ in Slots._fields))
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    pieces: PagePieces
+    pages: NDArray[np.integer]
+    readers: NDArray[np.int64]
     parts: PieceParts
+    pieces: PagePieces | None = None  # It is None where the last step's plan went on.
+
+
+@dataclass(slots=True)
+class _Kept:
+    """This is the last step: single tokens of sequences that have nothing but these in a step.
+
+    A step that goes on with them reads one slot more of each, in the same pages or the next.
+    """
+
+    tables: list[object]
+    next_starts: list[int]
+    pages: NDArray[np.int64]  # These are the pages that the tokens are stored in.
+    growing: dict[Reach, GrowingPieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +154,7 @@ class StepBuffers:
         self._rooms = {reach: _room(self._layers, reach, num_singles) for reach in self._layers.reaches}
         self._areas = _Areas(self._sizes(), device)
         self._arange = torch.arange(self.num_rows, device=device)
+        self._kept: _Kept | None = None
         self.views = {reach: self._view(nth, reach, outputs) for nth, reach in enumerate(self._rooms)}
 
     @property
@@ -161,6 +190,9 @@ class StepBuffers:
         num_singles on. Return False where the step does not fit, or no row stores its KV. Raises
         ProtocolError as view_step does.
         """
+        if not prompts and self._go_on(singles):
+            return True
+        self._kept = None
         chunks = [*singles, *prompts]
         stored = {pool: stored_slots(pool, chunks, self._layers.pools[pool]) for pool in self._pool_ids}
         num_tokens = sum(len(chunk.token_ids) for chunk in prompts)
@@ -182,17 +214,81 @@ class StepBuffers:
         if self.prompts is not None:
             self._set("kept", kept or [0])
         for pool, slots in stored.items():
-            rows = np.where(
-                slots.rows < len(singles), slots.rows, slots.rows + self.num_singles - len(singles)
-            )
-            for name, ids in zip(Slots._fields, (rows, slots.pages, slots.slots), strict=True):
-                self._set(f"stored_{name}{pool}", ids)
-        num_pages = 0
-        for nth, plan in enumerate(plans.values()):
-            self._set_plan(nth, plan, num_pages)
-            num_pages += len(plan.pieces.pages)
-        self._areas.copy("pages", num_pages)
+            self._set_stored(pool, slots, len(singles))
+        self._areas.copy("pages", self._set_plans(plans.values()))
+        if not prompts:
+            self._keep(singles, stored[0], plans)
         return True
+
+    def _keep(self, singles: Sequence[Chunk], stored: Slots, plans: Mapping[Reach, _Plan]) -> None:
+        tables = [chunk.table for chunk in singles]
+        if None in tables or len(set(map(id, tables))) < len(tables) or len(stored.rows) < len(tables):
+            return
+        growing = {
+            reach: GrowingPieces(plan.pieces, plan.parts.table, len(singles))
+            for reach, plan in plans.items()
+            if plan.pieces is not None and not reach.window
+        }
+        if all(each.can_grow for each in growing.values()):
+            next_starts = [chunk.start + 1 for chunk in singles]
+            self._kept = _Kept(tables, next_starts, stored.pages, growing)
+
+    def _go_on(self, singles: Sequence[Chunk]) -> bool:
+        """Write a step that goes on where the last one ended; the tables are those of a new plan.
+
+        Return False where it does not, or does not fit.
+        """
+        kept, page_size = self._kept, self._layers.pools[0].shape.page_size
+        if kept is None or len(singles) != len(kept.tables):
+            return False
+        if not all([chunk.table is table for chunk, table in zip(singles, kept.tables, strict=True)]):
+            return False
+        starts = [chunk.start for chunk in singles]
+        if starts != kept.next_starts:
+            return False
+        self._kept = None
+        slots = [start % page_size for start in starts]
+        begins = [row for row, slot in enumerate(slots) if slot == 0]
+        if begins or len(kept.growing) < len(self._rooms):
+            new_pages = np.full(len(singles), -1)
+            for row in begins:
+                new_pages[row] = kept.pages[row] = page_of(singles[row], page_size)
+            plans = {reach: self._next_plan(reach, kept, new_pages, singles) for reach in self._rooms}
+            if not all(_fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
+                return False
+            self._set("stored_pages0", kept.pages)
+            for pool in self._pool_ids[1:]:
+                self._set_stored(pool, stored_slots(pool, singles, self._layers.pools[pool]), len(singles))
+            num_pages = self._set_plans(plans.values())
+        else:
+            for nth, growing in enumerate(kept.growing.values()):
+                self._areas.host[f"parts{nth}"].reshape(-1, 7)[growing.grow_in_place(), 6] += 1
+            num_pages = 0
+        self._set("token_ids", [chunk.token_ids[0] for chunk in singles])
+        self._set("positions", starts)
+        if self._has_slots:
+            self._set("state_slots", [chunk.slot for chunk in singles])
+        self._set("stored_slots0", slots)
+        self._areas.copy("pages", num_pages)
+        kept.next_starts = [start + 1 for start in starts]
+        self._kept = kept
+        return True
+
+    def _next_plan(
+        self, reach: Reach, kept: _Kept, new_pages: NDArray[np.int64], singles: Sequence[Chunk]
+    ) -> _Plan:
+        if (growing := kept.growing.get(reach)) is None:
+            return self._plan(reach, singles)
+        growing.grow(new_pages)
+        parts = self._cut(reach, growing.outline)
+        growing.are_cut(parts.table)
+        return _Plan(growing.pages, growing.outline.readers, parts)
+
+    def _set_stored(self, pool: int, stored: Slots, num_singles: int) -> None:
+        shift = self.num_singles - num_singles
+        rows = np.where(stored.rows < num_singles, stored.rows, stored.rows + shift)
+        for name, ids in zip(Slots._fields, (rows, stored.pages, stored.slots), strict=True):
+            self._set(f"stored_{name}{pool}", ids)
 
     def _set_rows(
         self, name: str, singles: Sequence[Chunk], others: Sequence[int] | NDArray[np.int64]
@@ -303,10 +399,21 @@ class StepBuffers:
         return PackedView((chunks,), packing, reach.window)
 
     def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> _Plan:
-        kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)
-        page_size = kv.shape.page_size
+        page_size = self._layers.pools[reach.pool].shape.page_size
         pieces = pieces_of([read_of(chunk, reach, page_size) for chunk in chunks], page_size)
-        return _Plan(pieces, cut_pieces(pieces, kv, chosen.num_heads, chosen.num_programs))
+        return _Plan(pieces.pages, pieces.readers, self._cut(reach, outline_of(pieces)), pieces)
+
+    def _cut(self, reach: Reach, pieces: Outline) -> PieceParts:
+        kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)
+        return cut_pieces(pieces, kv, chosen.num_heads, chosen.num_programs)
+
+    def _set_plans(self, plans: Iterable[_Plan]) -> int:
+        """Write the plans, and return the number of their pages."""
+        num_pages = 0
+        for nth, plan in enumerate(plans):
+            self._set_plan(nth, plan, num_pages)
+            num_pages += len(plan.pages)
+        return num_pages
 
     def _set_plan(self, nth: int, plan: _Plan, first_page: int) -> None:
         host, table, joins = self._areas.host, plan.parts.table, plan.parts.joins
@@ -314,11 +421,11 @@ class StepBuffers:
         own[:] = table
         own[:, :2] += first_page
         host[f"counts{nth}"][:] = plan.parts.num_narrow, len(table)
-        host[f"readers{nth}"][: len(plan.pieces.readers)] = plan.pieces.readers
+        host[f"readers{nth}"][: len(plan.readers)] = plan.readers
         host[f"readings{nth}"][: len(joins.readings)] = joins.readings
         self._set(f"starts{nth}", joins.starts[:-1])
         self._set(f"ends{nth}", joins.starts[1:])
-        host["pages"][first_page : first_page + len(plan.pieces.pages)] = plan.pieces.pages
+        host["pages"][first_page : first_page + len(plan.pages)] = plan.pages
 
     def _set(self, name: str, values: Sequence[int | None] | NDArray[np.integer]) -> None:
         area: NDArray[Any] = self._areas.host[name]
@@ -360,6 +467,6 @@ def _fits(plan: _Plan, room: _Room) -> bool:
         num_narrow <= room.grid[0]
         and num_parts - num_narrow <= room.grid[1]
         and len(plan.parts.joins.readings) <= room.num_outputs
-        and len(plan.pieces.readers) <= room.num_outputs
-        and len(plan.pieces.pages) <= room.num_pages
+        and len(plan.readers) <= room.num_outputs
+        and len(plan.pages) <= room.num_pages
     )

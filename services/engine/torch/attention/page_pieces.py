@@ -24,7 +24,7 @@ from torch import Tensor
 
 from services.engine.torch.attention.cpu_attention_kernel import Ids, PagePieces
 from services.engine.torch.attention.paged_kv import PagedKv, Scores
-from services.engine.torch.attention.plan_kernel import plan_parts, plan_pieces
+from services.engine.torch.attention.plan_kernel import go_on, last_pieces, plan_parts, plan_pieces
 from services.engine.torch.device import send
 from services.values.kv import PageId
 
@@ -179,7 +179,7 @@ def rows_of(kv: PagedKv, num_heads: int) -> tuple[int, int]:
 
 def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevice) -> PartsView:
     """Plan the parts, and send all tables in one copy; `offsets` are the queries' rows in the step."""
-    parts = cut_pieces(pieces, kv, on_device.num_heads, on_device.num_programs)
+    parts = cut_pieces(outline_of(pieces), kv, on_device.num_heads, on_device.num_programs)
     num_parts = len(parts.table)
     tables = (
         pieces.pages,
@@ -211,15 +211,75 @@ def view_parts(kv: PagedKv, offsets: Ids, pieces: PagePieces, on_device: OnDevic
     )
 
 
-def cut_pieces(pieces: PagePieces, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
-    """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small.
+_NO_IDS = np.empty(0, np.int64)
 
-    Only the first page of a piece may begin late, and only the last may end early, since its readers also
-    read the pages before and after. So the same holds for a part, which stores these two slots.
+
+class Outline(NamedTuple):
+    """This is what the cuts of pieces depend on, for PagePieces with these fields."""
+
+    first_slots: Ids  # Only the first page of a piece may begin late.
+    end_slots: Ids  # Only the last page of a piece may end early.
+    page_starts: Ids
+    readers: Ids
+    reader_starts: Ids
+
+
+def outline_of(pieces: PagePieces) -> Outline:
+    """Return the outline.
+
+    A piece's readers also read the pages before and after. So slots are left out at its ends only.
     """
+    starts = pieces.page_starts
+    first_slots, end_slots = pieces.firsts[starts[:-1]], pieces.ends[starts[1:] - 1]
+    return Outline(first_slots, end_slots, starts, pieces.readers, pieces.reader_starts)
+
+
+class GrowingPieces:
+    """These are the pieces of single tokens that see all before them, from step to step.
+
+    In each step the queries are the same, and each reads one slot more, in a page that no other reads.
+    """
+
+    def __init__(self, pieces: PagePieces, table: Ids, num_queries: int) -> None:
+        """`table` has the parts of the pieces."""
+        self.pages = pieces.pages.astype(np.int32)
+        outline = outline_of(pieces)
+        self.outline = outline._replace(page_starts=outline.page_starts.copy())
+        self._lasts = last_pieces(pieces.readers, pieces.reader_starts, num_queries)
+        self._table, self._last_parts = table, _NO_IDS
+
+    @property
+    def can_grow(self) -> bool:
+        """Return whether no query's last page is read by another one."""
+        return len(self._lasts) > 0
+
+    def grow(self, new_pages: Ids) -> None:
+        """Go on to the next step: query i reads the first slot of new_pages[i], if that is not -1.
+
+        The pieces are then to be cut again.
+        """
+        starts, end_slots = self.outline.page_starts, self.outline.end_slots
+        self.pages = go_on(self.pages, starts, end_slots, self._lasts, new_pages)
+
+    def are_cut(self, table: Ids) -> None:
+        self._table, self._last_parts = table, _NO_IDS
+
+    def grow_in_place(self) -> Ids:
+        """Go on to the next step without a new page, and return the parts whose ends are one slot later."""
+        self.outline.end_slots[self._lasts] += 1
+        if not len(self._last_parts):
+            is_end = np.zeros(len(self.pages) + 1, np.bool)
+            is_end[self.outline.page_starts[self._lasts + 1]] = True
+            self._last_parts = np.flatnonzero(is_end[self._table[:, 1]])
+        return self._last_parts
+
+
+def cut_pieces(pieces: Outline, kv: PagedKv, num_heads: int, num_programs: int) -> PieceParts:
+    """Cut about `num_programs` parts for all KV heads, or fewer where they would be too small."""
     num_kv_heads, page_size = kv.shape.num_kv_heads, kv.shape.page_size
     group = num_heads // num_kv_heads
     narrow, wide = rows_of(kv, num_heads)
-    sizes = (narrow, wide // group, group, num_kv_heads, num_programs, -(-_LEAST_TOKENS // page_size))
+    least_pages = -(-_LEAST_TOKENS // page_size)
+    sizes = (narrow, wide // group, group, num_kv_heads, num_programs, least_pages, page_size)
     table, num_narrow, readings, starts = plan_parts(tuple(pieces), sizes)
     return PieceParts(table, num_narrow, Joins(readings, starts))

@@ -151,14 +151,14 @@ def _by_place(groups: Any, bounds: Any) -> Any:
 
 
 @_compiled
-def plan_parts(pieces: Any, sizes: Any) -> Any:
-    """Compute the fields of PieceParts and of its Joins from the fields of PagePieces.
+def plan_parts(outline: Any, sizes: Any) -> Any:
+    """Compute the fields of PieceParts and of its Joins from the fields of an Outline.
 
     `sizes` are (most rows of a narrow part, most readers of any part, query heads per KV head, KV heads,
-    programs, fewest pages of a part).
+    programs, fewest pages of a part, page size).
     """
-    _, firsts, ends, page_starts, readers, reader_starts = pieces
-    narrow, most_readers, group, num_kv_heads, num_programs, least_pages = sizes
+    first_slots, end_slots, page_starts, readers, reader_starts = outline
+    narrow, most_readers, group, num_kv_heads, num_programs, least_pages, page_size = sizes
     num_pieces, num_reads = len(page_starts) - 1, 0
     for i in range(num_pieces):
         cuts = -(-(reader_starts[i + 1] - reader_starts[i]) // most_readers)
@@ -190,7 +190,8 @@ def plan_parts(pieces: Any, sizes: Any) -> Any:
                     part = table[to_wide]
                     to_wide += 1
                 part[0], part[1], part[2], part[3] = first_page, end_page, first_reader, end_reader
-                part[5], part[6] = firsts[first_page], ends[end_page - 1]
+                part[5] = first_slots[i] if nth == 0 else 0
+                part[6] = end_slots[i] if nth == page_cuts - 1 else page_size
     at, num_queries = 0, 0
     for i in range(num_parts):
         table[i, 4] = at
@@ -199,6 +200,44 @@ def plan_parts(pieces: Any, sizes: Any) -> Any:
         num_queries = max(num_queries, reader + 1)
     readings, starts = _joins(table, readers, num_outputs, num_queries)
     return table, num_narrow, readings, starts
+
+
+@_compiled
+def last_pieces(readers: Any, reader_starts: Any, num_queries: Any) -> Any:
+    """Return each query's last piece, or nothing where another query reads one of these, too."""
+    lasts, alone = np.empty(num_queries, np.int64), True
+    for i in range(len(reader_starts) - 1):
+        for j in range(reader_starts[i], reader_starts[i + 1]):
+            lasts[readers[j]] = i
+    for query in range(num_queries):
+        alone = alone and reader_starts[lasts[query] + 1] - reader_starts[lasts[query]] == 1
+    return lasts if alone else lasts[:0]
+
+
+@_compiled
+def go_on(pages: Any, page_starts: Any, end_slots: Any, lasts: Any, new_pages: Any) -> Any:
+    """Let each query read one slot more in its last piece, and return the pages.
+
+    Query i reads that slot in new_pages[i], which follows its last page, or in its last page if that is -1.
+    `page_starts` and `end_slots` are changed.
+    """
+    num_pieces, num_new = len(end_slots), 0
+    added = np.full(num_pieces, -1, np.int64)
+    for query in range(len(lasts)):
+        added[lasts[query]] = new_pages[query]
+        num_new += new_pages[query] >= 0
+        end_slots[lasts[query]] = 1 if new_pages[query] >= 0 else end_slots[lasts[query]] + 1
+    following, at = np.empty(len(pages) + num_new, pages.dtype), 0
+    first = 0  # Pages from here on are not copied yet.
+    for i in range(num_pieces):
+        end, page_starts[i] = page_starts[i + 1], page_starts[i] + at
+        if added[i] >= 0:
+            following[first + at : end + at] = pages[first:end]
+            following[end + at] = added[i]
+            first, at = end, at + 1
+    following[first + at :] = pages[first:]
+    page_starts[num_pieces] += at
+    return following
 
 
 @_inner

@@ -309,6 +309,12 @@ def _pages(chunk: Chunk, pool: int, first_page: int, last_page: int) -> Sequence
     return held[first_page - held_from : last_page + 1 - held_from]
 
 
+def page_of(chunk: Chunk, page_size: int) -> PageId:
+    """Return the page of full attention that stores the only token of a chunk."""
+    place = chunk.start // page_size
+    return _pages(chunk, 0, place, place)[0]
+
+
 def read_of(chunk: Chunk, reach: Reach, page_size: int) -> Read:
     end, pages = chunk.start + len(chunk.token_ids), chunk.pages
     if not reach.window and not reach.pool and len(pages) == -(-end // page_size):

@@ -9,7 +9,7 @@ from engine.torch.attention.kernels.kernel_cases import steps
 from engine.torch.attention.kernels.plain_plan import cut_plainly, pieces_plainly
 from engine.torch.attention.paging import empty, reach_view_of
 from services.engine.torch.attention.cpu_attention_kernel import PagePieces
-from services.engine.torch.attention.page_pieces import Read, cut_pieces, pieces_of, rows_of
+from services.engine.torch.attention.page_pieces import Read, cut_pieces, outline_of, pieces_of, rows_of
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import InPlace, read_of
 
@@ -51,7 +51,7 @@ def test_parts_are_all_of_the_pieces_and_nothing_twice(
 ):
     pieces = of_sizes(sizes)
     kv, num_heads = pool(num_kv_heads, page_size, dtype), group * num_kv_heads
-    parts = cut_pieces(pieces, kv, num_heads, num_programs)
+    parts = cut_pieces(outline_of(pieces), kv, num_heads, num_programs)
     expected = [
         (page, reader)
         for i in range(len(sizes))
@@ -75,7 +75,7 @@ def test_parts_are_all_of_the_pieces_and_nothing_twice(
 )
 def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, num_programs):
     pieces = of_sizes(sizes)
-    parts = cut_pieces(pieces, pool(), 32, num_programs)
+    parts = cut_pieces(outline_of(pieces), pool(), 32, num_programs)
     query_at = {
         first_output + i: pieces.readers[start + i]
         for _, _, start, stop, first_output, *_ in parts.table.tolist()
@@ -93,7 +93,7 @@ def test_each_query_joins_its_own_results_and_every_result_has_a_place(sizes, nu
 def test_a_part_has_whole_pages_but_for_its_first_slot_and_its_last(step, num_programs, group):
     page_size = step.page_size
     pieces = read_by(step)
-    parts = cut_pieces(pieces, pool(1, page_size), group, num_programs)
+    parts = cut_pieces(outline_of(pieces), pool(1, page_size), group, num_programs)
     for first, end, _, _, _, first_slot, end_slot in parts.table.tolist():
         assert pieces.firsts[first:end].tolist() == [first_slot, *[0] * (end - first - 1)]
         assert pieces.ends[first:end].tolist() == [*[page_size] * (end - first - 1), end_slot]
@@ -113,7 +113,7 @@ def test_pieces_and_parts_are_those_of_numpy(step, num_programs, group, num_kv_h
         assert field.dtype == np.int64
         assert field.flags.c_contiguous
         np.testing.assert_array_equal(field, of_numpy)
-    parts = cut_pieces(pieces, kv, group * num_kv_heads, num_programs)
+    parts = cut_pieces(outline_of(pieces), kv, group * num_kv_heads, num_programs)
     plain = cut_plainly(pieces, kv, group * num_kv_heads, num_programs)
     assert parts.num_narrow == plain.num_narrow
     for table, of_numpy in [(parts.table, plain.table), *zip(parts.joins, plain.joins, strict=True)]:
@@ -156,14 +156,14 @@ def test_a_table_that_changed_is_read_anew():
 
 def test_parts_keep_programs_busy_and_read_pages_once(subtests):
     with subtests.test("a long context keeps every program busy and a short one is left whole"):
-        long = cut_pieces(of_sizes([(512, 1)]), pool(), 32, num_programs=264)
+        long = cut_pieces(outline_of(of_sizes([(512, 1)])), pool(), 32, num_programs=264)
         assert 264 / 8 - 3 <= len(long.table) <= 264 / 8
         assert np.ptp(long.table[:, 1] - long.table[:, 0]) <= 1
-        short = cut_pieces(of_sizes([(8, 1)]), pool(), 32, num_programs=264)
+        short = cut_pieces(outline_of(of_sizes([(8, 1)])), pool(), 32, num_programs=264)
         assert len(short.table) == 1
     for num_readers, num_parts in [(1, 1), (16, 1), (17, 2), (40, 3)]:
         with subtests.test(
             "pages are read once for as many readers as are multiplied at once", num_readers=num_readers
         ):
-            parts = cut_pieces(of_sizes([(4, num_readers)]), pool(), 32, num_programs=264)
+            parts = cut_pieces(outline_of(of_sizes([(4, num_readers)])), pool(), 32, num_programs=264)
             assert len(parts.table) == num_parts
