@@ -69,6 +69,9 @@ class CountingRunner:
         self.computed_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         return [(_TOKEN,) if chunk.sample else () for chunk in chunks]
 
+    def staging(self, slot_bytes: int) -> None:
+        """Return None: nothing has to be copied."""
+
     def copy_slots(self, moves: Sequence[tuple[int, int]]) -> None:
         pass
 

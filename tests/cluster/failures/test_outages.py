@@ -213,7 +213,7 @@ async def test_compacted_while_one_router_takes_nothing_in(tmp_path, model_dir, 
     ):
         standing, going = (router.mirror for router in cluster.routers)
         listings = standing.listings
-        async with standing.blocks.turn:
+        async with standing.blocks.lock:
             start = await admin.current_revision()
             await until(lambda: going.revision > start + 20)
             for node in nodes.nodes:  # its stream ends, too: it must ask for revisions that are gone
