@@ -146,7 +146,7 @@ class Rank(ABC):
             return request.prompt_tokens - request.new_tokens
         found, num_blocks = self.cache.look_up(request.blocks, ""), len(request.blocks)
         first = self.resuming.would_begin(found.deepest, found.cached_pages, num_blocks)
-        return min(first * self.block_tokens, request.prompt_tokens - 1)
+        return min(request.found_tokens(first, self.block_tokens), request.prompt_tokens - 1)
 
     def _submit(self, job: Job) -> None:
         job.queued_s = self.events.now
@@ -191,7 +191,8 @@ class Rank(ABC):
         pages, num_blocks = self._pages[job], len(job.request.blocks)
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
         job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
-        matched = min(job.resumed_blocks * self.block_tokens, job.request.prompt_tokens - 1)
+        found = job.request.found_tokens(job.resumed_blocks, self.block_tokens)
+        matched = min(found, job.request.prompt_tokens - 1)
         if self.holds_all:
             matched = job.request.prompt_tokens - job.request.new_tokens
         self._done_tokens = matched
@@ -373,7 +374,8 @@ class DecodeRank(Rank):
         while self._receiving and self._open(self._receiving[0]):
             job = self._receiving.popleft()
             assert job.prefill is not None
-            job.delta_tokens = max(0, job.request.prompt_tokens - job.decode_blocks * self.block_tokens)
+            found = job.request.found_tokens(job.decode_blocks, self.block_tokens)
+            job.delta_tokens = max(0, job.request.prompt_tokens - found)
             self.events.after(self.timing.hop_s, job.prefill.submit, job)
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:

@@ -28,13 +28,14 @@ class Replay:
         events = self._events
         slow_decodes, slow_prefills = (0, 1) if setting.prefill else (1, 0)
         below = setting.states, setting.tier_blocks
+        prefill_blocks = setting.prefill_blocks or setting.blocks
         self._decodes = [
             DecodeRank(RankId("d", i, Generation(1)), setting.blocks, timing, events, *below)
             for i, timing in enumerate(setting.timings(setting.decode, slow_decodes))
         ]
         self._prefills = [
-            PrefillRank(RankId("p", i, Generation(1)), setting.blocks, timing, events, *below)
-            for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills))
+            PrefillRank(RankId("p", i, Generation(1)), prefill_blocks, timing, events, *below)
+            for i, timing in enumerate(setting.timings(setting.prefill, slow_prefills, of_prefill=True))
         ]
         self._followers: dict[int, list[tuple[Policy, TraceRequest]]] = {}
         self._waiting: dict[int, int] = {}  # for so many requests

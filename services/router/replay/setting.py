@@ -23,10 +23,14 @@ class Setting:
     duration_s: float | None = None
     timing: Timing = field(default_factory=Timing)
     weights: PriceWeights = field(default_factory=PriceWeights)
+    prefill_timing: Timing | None = None  # where prefill ranks are others than decode ranks
+    prefill_blocks: int | None = None  # likewise
     slow_share: float = 1.0  # of the usual speed, that the first rank that computes prompts has
 
-    def timings(self, num_ranks: int, num_slow: int) -> list[Timing]:
+    def timings(self, num_ranks: int, num_slow: int, of_prefill: bool = False) -> list[Timing]:
         timing, share = self.timing, self.slow_share
+        if of_prefill and self.prefill_timing is not None:
+            timing = self.prefill_timing
         slow = replace(
             timing,
             tokens_per_s=timing.tokens_per_s * share,

@@ -24,7 +24,13 @@ class TraceRequest:
     answered: tuple[int, ...] = ()  # the full blocks of prompt and answer; none: nobody asks for them again
     new_tokens: int = 0  # of the prompt, behind what its session has said or what sessions share
     client: int = 0  # whose session it is
+    common_blocks: int = -1  # the prompt's with others, where it is known that they have common tokens more
+    common_tokens: int = 0  # those more: less than a block
 
     def num_pages(self, block_tokens: int) -> int:
         """Return the pages of the prompt."""
         return max(len(self.blocks), -(-self.prompt_tokens // block_tokens))
+
+    def found_tokens(self, blocks: int, block_tokens: int) -> int:
+        """Return the tokens that are found where so many blocks are."""
+        return blocks * block_tokens + (self.common_tokens if blocks == self.common_blocks else 0)
