@@ -11,6 +11,7 @@ from services.decode.decode_service import decode_roles
 from services.engine import fake
 from services.prefill.prefill_service import prefill_roles
 from services.rank.main import main
+from services.values.rank import Role
 
 
 class LargeRunner(fake.FakeRunner):
@@ -24,4 +25,5 @@ class LargeRunner(fake.FakeRunner):
 vars(fake)["FakeRunner"] = LargeRunner
 
 if __name__ == "__main__":
-    main("bench.router.rank", decode_roles if "--worker=decode" in sys.argv else prefill_roles)
+    decodes = "--worker=decode" in sys.argv
+    main("bench.router.rank", {Role.DECODE: decode_roles} if decodes else {Role.PREFILL: prefill_roles})

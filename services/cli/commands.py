@@ -34,6 +34,7 @@ COMMANDS = {
     "fetch-model": Command(_MODELS, ".model", "get a small real model, or convert a GGUF file"),
     "make-model": Command(_MODELS, ".model", "write a small random checkpoint"),
     "drain": Command(_OPERATE, "", "take ranks out of service in peace, or put them back"),
+    "role": Command(_OPERATE, "", "have ranks go on in their other role: prefill or decode"),
     "lora": Command(_OPERATE, "", "load and unload LoRA adapters on running ranks, and list them"),
     "tier": Command(_OPERATE, "", "look at the files below KV pools: ls, check, rm"),
     "completion": Command(_SHELL, "", "let bash, zsh or fish complete it"),

@@ -32,9 +32,9 @@ from services.net import grpc_errors
 from services.net.channels import TlsConfig
 from services.observe import log_lines, traces
 from services.rank.intake import Intake
-from services.rank.main import RankRole, Services
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import DecodeMetrics
+from services.rank.rank_role import RankRole, Services
 from services.values.errors import (
     AlreadyRunning,
     DeadlineExceeded,

@@ -117,7 +117,14 @@ class Engine(Protocol):
         """
 
     async def stop(self) -> None:
-        """End every request with Unavailable and stop the thread; return when it has. It may be repeated."""
+        """End every request with Unavailable and stop the thread; return when it has. It may be repeated.
+
+        An engine with a successor leaves the thread to that.
+        """
+
+    def succeed(self, before: "Engine") -> None:
+        """Begin with what `before`, an engine of the other role, has loaded and cached, once that has
+        stopped. `start` raises Unavailable where it has failed."""
 
     async def crashed(self) -> bool:
         """Return when the engine can never work again; the process should end and be restarted.

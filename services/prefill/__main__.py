@@ -4,12 +4,13 @@ from services.process.signals import ending_at_once
 
 
 def _main() -> None:
-    from services.prefill.prefill_service import (
-        prefill_roles,  # The import takes a second or two, which Ctrl-C may cut short.
-    )
+    # The imports take a second or two, which Ctrl-C may cut short.
+    from services.decode.decode_service import decode_roles
+    from services.prefill.prefill_service import prefill_roles
     from services.rank.main import main
+    from services.values.rank import Role
 
-    main("services.prefill", prefill_roles)
+    main("services.prefill", {Role.PREFILL: prefill_roles, Role.DECODE: decode_roles})
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from services.engine.choose import prefill_engines
 from services.net import servers
 from services.observe import log_lines, traces
 from services.rank.intake import Intake
-from services.rank.main import RankRole, Services
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import PrefillMetrics
+from services.rank.rank_role import RankRole, Services
 from services.values.errors import AlreadyRunning
 from services.values.rank import RankId, Role, TransferId
 from services.values.rank_reports import LENDS, NO_CACHE, NO_CHECKPOINTS, NO_TENANT_TURNS, PULLS

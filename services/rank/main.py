@@ -4,9 +4,12 @@
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> others have taken over what is cached here (leaving.py) -> deregistered -> engine stopped
 
+A rank that changes its role (RoleChange of intake.py) does both without a pause, in one process: nobody takes
+over, and the next engine begins with the core of the last one, its model, pool and tree.
+
 `python -m services.decode --dp-size=N` starts a supervisor, and each rank runs the same module with
 `--rank-index`. An engine that has all DP ranks in one process (sglang) has one such process, with a server, a
-registration and a port for each rank. A rank draws a new random generation at each start.
+registration and a port for each rank. A rank draws a new random generation at each start, and in each role.
 """
 
 import asyncio
@@ -18,10 +21,11 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -44,14 +48,15 @@ from services.observe import build_info, log_lines, prometheus, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
-from services.rank.intake import OPERATIONS, Intake, Operations, RankAdapters
+from services.rank.intake import OPERATIONS, Operations, RankAdapters, RoleChange
 from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
-from services.rank.rank_metrics import DigestMetrics, EngineCollector, HandOverMetrics
+from services.rank.rank_metrics import EngineCollector, HandOverMetrics
+from services.rank.rank_role import MakeRoles, OpenRank, RankRole, ServedMetrics, Services
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
-from services.values.errors import root_cause
+from services.values.errors import ConfigError, root_cause
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.values.rank_reports import Registration
 from services.wire.isthmus.v1 import rank_pb2_grpc
@@ -64,65 +69,8 @@ _AFTER_GRACE_S = 15.0
 _HUNG_END_S = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    register: Callable[[grpc.aio.Server], None]
-    names: Sequence[str]
-    intake: Intake
-    digests: DigestMetrics
-    close: Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class RankRole:
-    role: Role
-    engine: Engine
-    make_services: Callable[[CollectorRegistry], Services]
-    capabilities: tuple[str, ...] = ()  # Its registration reports them to the routers.
-
-
-@dataclass(frozen=True, slots=True)
-class ServedMetrics:
-    """This is the /metrics page of a rank; before the engine has started it shows only the process."""
-
-    registry: CollectorRegistry
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRank:
-    """`failed` is set when the rank can never work again."""
-
-    address: RankAddress
-    engine: Engine
-    server: servers.RpcServer
-    intake: Intake
-    leaving: Leaving
-    metrics_port: int
-    failed: asyncio.Event
-
-    async def drain(self, grace_s: float | None = None) -> None:
-        """Report to the routers that it stops, and return when nothing runs, or after `grace_s`.
-
-        It also waits until others have taken over what they can. Requests that still come to a failed rank,
-        from routers that have not been notified yet, are refused at once, since it cannot serve them.
-        """
-        if not self.failed.is_set():
-            self.leaving.begin()
-        try:
-            async with asyncio.timeout(grace_s):
-                await self.intake.stop(at_once=self.failed.is_set())
-        except TimeoutError:
-            log.warning("drain_timed_out grace_s=%g", grace_s)
-        if self.failed.is_set():
-            self.leaving.undo()  # Its engine does not answer any more.
-        await self.leaving.ended(nothing_more_ends=True)
-
-
-MakeRoles = Callable[[RankConfig, Sequence[RankId]], Sequence[RankRole]]
-
-
-def main(module: str, make_roles: MakeRoles) -> None:
+def main(module: str, makers: Mapping[Role, MakeRoles]) -> None:
+    """The first of `makers` is of the role that the rank starts with."""
     prog = module.replace("services.", "isthmus-")
     config = load(RankConfig, prog=prog)
     keep_to_loopback(config.host)
@@ -139,7 +87,8 @@ def main(module: str, make_roles: MakeRoles) -> None:
             sys.exit(asyncio.run(follower.serve(notifier, config.leaving_s)))
         own_ids = list(map(own_rank_id, configs := rank_configs(config, held)))
         try:
-            asyncio.run(run_ranks(configs, own_ids, make_roles(config, own_ids), notifier, _end_soon))
+            roles = next(iter(makers.values()))(config, own_ids)
+            asyncio.run(run_ranks(configs, own_ids, roles, notifier, _end_soon, makers))
         except RankFailed as error:  # Its stack explains nothing.
             notifier.ends(str(error))
             sys.exit(f"{prog}: {error}")
@@ -245,51 +194,92 @@ async def run_ranks(
     roles: Sequence[RankRole],
     notifier: Notifier | None = None,
     end_soon: Callable[[], None] = lambda: None,
+    makers: Mapping[Role, MakeRoles] = MappingProxyType({}),
 ) -> None:
-    """Serve until SIGTERM, or until a rank fails. Raises ConfigError and Unavailable as open_rank does."""
-    notifier, stopping = notifier or Notifier(), signals.stop_on_signals()
+    """Serve until SIGTERM, or until a rank fails, in roles of `makers`. Raises as open_rank does."""
+    process = _Process(notifier or Notifier(), signals.stop_on_signals(), end_soon, makers)
     poller.start()
     async with AsyncExitStack() as stack:
-        beating = asyncio.create_task(notifier.beat_until(stopping), name="beats")
+        beating = asyncio.create_task(process.notifier.beat_until(process.stopping), name="beats")
         stack.callback(beating.cancel)
+        stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
+        while (next_life := await _live(process, configs, own_ids, roles)) is not None:
+            own_ids, roles = [next_life[0]], [next_life[1]]
+            process.notifier.waits()
+        await beating
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    notifier: Notifier
+    stopping: asyncio.Event
+    end_soon: Callable[[], None]
+    makers: Mapping[Role, MakeRoles]
+
+    def turn(self, config: RankConfig, role: RankRole) -> tuple[RankId, RankRole]:
+        """Return the rank in its other role. Raises ConfigError."""
+        config.check_role_changes()
+        (other,) = set(Role) - {role.role}
+        if other not in self.makers:
+            return _keeps_role()
+        (turned,) = self.makers[other](config, [own_id := own_rank_id(config)])
+        return own_id, replace(turned, ledgers=role.ledgers)
+
+
+async def _live(
+    process: _Process,
+    configs: Sequence[RankConfig],
+    own_ids: Sequence[RankId],
+    roles: Sequence[RankRole],
+) -> tuple[RankId, RankRole] | None:
+    """Serve in one role; return as what the rank goes on, if it does. Raises as `run_ranks`."""
+    stopping, over = process.stopping, asyncio.Event()
+    async with AsyncExitStack() as stack:
         # All pages are served before the first engine starts, as with SGLang it starts those of all ranks.
         pages = [
             await stack.enter_async_context(serving_metrics(config, role.role, own_id))
             for config, own_id, role in zip(configs, own_ids, roles, strict=True)
         ]
-        stack.push_async_callback(asyncio.to_thread, _setup_tracing(configs[0], own_ids, roles[0].role))
         ranks = []
+
+        def follow(source: asyncio.Event, target: asyncio.Event) -> None:
+            stack.callback(asyncio.create_task(pass_on(source, target)).cancel)
 
         def waits() -> None:
             _keep_for_good()  # No requests come yet.
-            notifier.waits()
+            process.notifier.waits()
 
+        follow(stopping, over)
         for config, own_id, role, page in zip(configs, own_ids, roles, pages, strict=True):
-            opening = open_rank(config, own_id, role, page, stopping, waits, end_soon)
+            turn = partial(process.turn, config, role)
+            opening = open_rank(config, own_id, role, page, stopping, waits, process.end_soon, turn)
             try:
                 rank = await stack.enter_async_context(opening)
             except StoppedEarly:
                 break
             ranks.append(rank)
-            watchdog = asyncio.create_task(pass_on(rank.failed, stopping))
-            stack.callback(watchdog.cancel)
+            follow(rank.failed, stopping)
+            follow(rank.role_change.decided, over)
             if not (stopping.is_set() or rank.failed.is_set()):
                 _tell_ready(rank, role)
         if not stopping.is_set():
-            notifier.serves()
+            process.notifier.serves()
         grace_s, within_s = configs[0].grace_s, configs[0].leaving_s
         await asyncio.gather(
-            beating,
             *(
-                servers.serve_until_stopped(rank.server, stopping, within_s, partial(rank.drain, grace_s))
+                servers.serve_until_stopped(rank.server, over, within_s, partial(rank.drain, grace_s))
                 for rank in ranks
             ),
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
+        next_life = None if stopping.is_set() else ranks[0].role_change.next_life
+        if next_life is not None:
+            next_life[1].engine.succeed(ranks[0].engine)
     for own_id in own_ids:
         log_lines.event(log, "rank_stopped", rank=own_id, failed=str(own_id) in failed)
     if failed:
         raise RankFailed(f"rank {', '.join(failed)} cannot go on; the log says why")
+    return next_life
 
 
 def _keep_for_good() -> None:
@@ -336,6 +326,10 @@ async def serving_metrics(config: RankConfig, role: Role, own_id: RankId) -> Asy
         await asyncio.to_thread(stop)
 
 
+def _keeps_role() -> tuple[RankId, RankRole]:
+    raise ConfigError("this process serves in one role alone")
+
+
 @asynccontextmanager
 async def open_rank(
     config: RankConfig,
@@ -345,11 +339,12 @@ async def open_rank(
     stopping: asyncio.Event | None = None,
     waits: Callable[[], None] = lambda: None,
     end_soon: Callable[[], None] = lambda: None,
+    turn: Callable[[], tuple[RankId, RankRole]] = _keeps_role,
 ) -> AsyncIterator[OpenRank]:
     """Run a rank from its engine's start to its engine's stop.
 
     It is open once it is registered, or has failed, or `stopping` is set. `waits` is called when only etcd is
-    missing, and `end_soon` when a thread of the engine hangs.
+    missing, and `end_soon` when a thread of the engine hangs; `turn` makes what it is in its other role.
 
     Raises ConfigError, Unavailable where another start may work, and StoppedEarly.
     """
@@ -371,7 +366,8 @@ async def open_rank(
             moves=config.move_running,
         )
         adapting = RankAdapters(engine.adapters, config.lora_dir)
-        operations = Operations(services.intake, hands_over, leaving, adapting)
+        role_change = RoleChange(role.role, services.intake, leaving, turn)
+        operations = Operations(services.intake, hands_over, leaving, adapting, role_change)
         server = await servers.open_server(
             listen,
             partial(_register, services, operations),
@@ -385,9 +381,10 @@ async def open_rank(
         membership = await _join(stack, config, role, address, page.registry, failed, stopping)
         services.intake.tell, adapting.tell = membership.say_draining, membership.say_adapters
         leaving.knows(address, membership.successors, engine.max_context_tokens)
+        role_change.others = membership.others_of_role
         stack.push_async_callback(leaving.close)
         await server.set_serving(not (stopping.is_set() or failed.is_set()))
-        yield OpenRank(address, engine, server, services.intake, leaving, page.port, failed)
+        yield OpenRank(address, engine, server, services.intake, leaving, role_change, page.port, failed)
 
 
 def _register(services: Services, operations: Operations, server: grpc.aio.Server) -> None:
@@ -460,6 +457,8 @@ async def _join(
         _registration(config, role, address),
         ttl_s=config.lease_ttl_s,
         publisher_settings=PublisherSettings(config.index_flush_ms / 1000, config.index_writes_per_s),
+        ledger=role.ledgers[0],
+        below_ledger=role.ledgers[1],
         with_tiers=role.engine.has_tiers,
     )
     registry.register(MembershipCollector(membership))

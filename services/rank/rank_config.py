@@ -83,6 +83,13 @@ class RankConfig(EngineConfig):
             if field.name in _NOT_SGLANG and getattr(self, field.name) != field.default:
                 raise ConfigError(f"--{field.name.replace('_', '-')} is not for --engine=sglang")
 
+    def check_role_changes(self) -> None:
+        """Raise ConfigError unless its ranks can go on in their other role."""
+        if self.engine == "sglang":
+            raise ConfigError("a rank of engine sglang keeps its role: SGLang's processes start with one")
+        if self.decode_cache != self.prefill_cache:
+            raise ConfigError("a rank keeps its role where --decode-cache and --prefill-cache differ")
+
     @property
     def leaving_s(self) -> float:
         """Return the seconds in which requests may end, and others may take over what is cached."""

@@ -10,8 +10,9 @@ from services.values.rank import Generation, RankAddress, RankId, Role
 from services.wire.isthmus.v1 import rank_pb2
 
 
-def listed(role, worker, rank, draining=False, model="m", endpoint="127.0.0.1:1"):
-    return ListedRank(role, model, RankAddress(RankId(worker, rank, Generation(1)), endpoint), draining)
+def listed(role, worker, rank, draining=False, model="m", endpoint="127.0.0.1:1", generation=1):
+    own_id = RankId(worker, int(rank), Generation(generation))
+    return ListedRank(role, model, RankAddress(own_id, endpoint), draining)
 
 
 D00, D01, D1 = (listed(Role.DECODE, worker, rank) for worker, rank in (("d0", 0), ("d0", 1), ("d1", 0)))

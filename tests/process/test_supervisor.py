@@ -392,8 +392,9 @@ def start_worker(marks: Path) -> subprocess.Popen[bytes]:
         "import os, sys\n"
         "from services.decode.decode_service import decode_roles\n"
         "from services.rank.main import main\n"
+        "from services.values.rank import Role\n"
         f"os.register_at_fork(before=lambda: print('forks', file=open({str(marks)!r}, 'a')))\n"
-        "main('services.decode', decode_roles)\n"
+        "main('services.decode', {Role.DECODE: decode_roles})\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen([sys.executable, "-c", code, *flags], env=environment)

@@ -8,10 +8,10 @@ import pytest
 
 from services.engine.paged.shell.adapting import Adapting
 from services.rank import intake as intake_module
-from services.rank.intake import Intake, RankAdapters
+from services.rank.intake import Intake, RankAdapters, RoleChange
 from services.values.adapter import Adapter
-from services.values.errors import StaleGeneration, Unavailable
-from services.values.rank import Generation, RankId
+from services.values.errors import ConfigError, StaleGeneration, Unavailable
+from services.values.rank import Generation, RankId, Role
 
 RANK = RankId("d", 0, Generation(7))
 
@@ -255,3 +255,74 @@ async def test_adapters_of_a_caller_that_gives_up_are_loaded_and_unloaded_all_th
     while loader.held:
         await asyncio.sleep(0)
     assert routers.told[-1] == ()
+
+
+class Change:
+    """A rank's change, with others of its role or without, and a next life that may be refused."""
+
+    def __init__(self, intake):
+        self.others, self.refusal = ["another"], None
+        self.leaving = SimpleNamespace(undo=lambda: None)
+        self.under_test = RoleChange(Role.DECODE, intake, self.leaving, self.turn)
+        self.under_test.others = self.list_others
+
+    def turn(self):
+        if self.refusal is not None:
+            raise ConfigError(self.refusal)
+        return RANK, None
+
+    async def list_others(self):
+        return self.others
+
+
+@pytest.fixture
+def change(intake):
+    return Change(intake)
+
+
+async def test_a_rank_changes_its_role_when_nothing_runs(intake, change):
+    intake.took()
+    changing = asyncio.create_task(change.under_test.change(Role.PREFILL, None, force=False))
+    await until(lambda: refuses(intake))
+    assert not change.under_test.decided.is_set()
+    intake.left()
+    await changing
+    assert change.under_test.decided.is_set() and change.under_test.next_life == (RANK, None)
+    with pytest.raises(Unavailable, match="changes its role already"):
+        await change.under_test.change(Role.PREFILL, None, force=False)
+
+
+async def test_a_change_that_is_refused_leaves_the_rank_in_service(intake, change, subtests):
+    async def check(why, role=Role.PREFILL, wait_s=0.0, error=ConfigError):
+        with subtests.test(why):
+            with pytest.raises(error, match=why):
+                await change.under_test.change(role, wait_s, force=False)
+            assert not (refuses(intake) or intake.draining or change.under_test.decided.is_set())
+
+    await check("it is a decode rank already", Role.DECODE)
+    change.refusal = "it keeps its role"
+    await check("it keeps its role")
+    change.refusal, change.others = None, []
+    await check("the last decode rank of its model")
+    change.others = ["another"]
+    intake.took()
+    await check("1 requests run there", error=Unavailable)
+    await check("1 requests still run there", wait_s=0.01, error=Unavailable)
+    with subtests.test("who asked has left"):
+        changing = asyncio.create_task(change.under_test.change(Role.PREFILL, None, force=False))
+        await until(lambda: refuses(intake))
+        changing.cancel()
+        await until(lambda: not refuses(intake))
+    with subtests.test("one that was drained before stays so"):
+        await intake.drain(0.0)
+        with pytest.raises(Unavailable, match="still run"):
+            await change.under_test.change(Role.PREFILL, 0.01, force=False)
+        assert refuses(intake)
+    with subtests.test("the last one changes with force"):
+        change.others = []
+        intake.left()
+        await change.under_test.change(Role.PREFILL, 0.0, force=True)
+        assert change.under_test.decided.is_set()
+    with subtests.test("one that is being stopped"), pytest.raises(Unavailable, match="is being stopped"):
+        await intake.stop(at_once=True)
+        await RoleChange(Role.DECODE, intake, change.leaving, change.turn).change(Role.PREFILL, 0, force=True)

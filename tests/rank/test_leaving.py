@@ -10,12 +10,12 @@ from prometheus_client import CollectorRegistry
 from services.kv.hand_over import IdlePrefix
 from services.rank import intake as intake_module
 from services.rank import leaving as leaving_module
-from services.rank.intake import Intake, Operations, RankAdapters
+from services.rank.intake import Intake, Operations, RankAdapters, RoleChange
 from services.rank.leaving import Leaving
-from services.rank.main import OpenRank
 from services.rank.rank_metrics import DigestMetrics, HandOverMetrics
+from services.rank.rank_role import OpenRank
 from services.values.errors import Unavailable
-from services.values.rank import Generation, RankAddress, RankId
+from services.values.rank import Generation, RankAddress, RankId, Role
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 RANK = RankId("d", 0, Generation(7))
@@ -89,7 +89,7 @@ async def test_where_nothing_ran_there_is_one_round(rank):
 async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(rank):
     rank.leaving.begin()
     await rank.intake.stop(at_once=False)
-    operations = Operations(rank.intake, rank.listing, rank.leaving, RankAdapters(None, None))
+    operations = Operations(rank.intake, rank.listing, rank.leaving, RankAdapters(None, None), None)
     with pytest.raises(Unavailable, match="is being stopped"):
         await operations.Undrain(rank_pb2.UndrainRequest(generation=7), None)
     assert rank.leaving.told() is not None and not rank.leaving.told().over
@@ -102,7 +102,8 @@ async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(ran
 async def test_an_engine_that_answers_no_more_holds_up_no_exit(rank, fails):
     """It had a hand-over begun, and crashed."""
     failed = asyncio.Event()
-    opened = OpenRank(None, None, None, rank.intake, rank.leaving, 0, failed)
+    role_change = RoleChange(Role.DECODE, rank.intake, rank.leaving, None)
+    opened = OpenRank(None, None, None, rank.intake, rank.leaving, role_change, 0, failed)
     rank.leaving.begin(None if fails else 0.05)
     await until(lambda: rank.listing.asked)
     if fails:

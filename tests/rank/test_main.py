@@ -9,17 +9,24 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import grpc
 import pytest
 
+from services.decode.decode_service import decode_roles
 from services.engine.choose import decode_engine
+from services.net import channels
+from services.prefill.prefill_service import prefill_roles
 from services.process import signals
+from services.rank import intake
 from services.rank import main as rank
 from services.rank.intake import Intake
-from services.rank.main import RankFailed, RankRole, Services, own_rank_id, run_ranks
+from services.rank.main import RankFailed, own_rank_id, run_ranks
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import DigestMetrics
+from services.rank.rank_role import RankRole, Services
 from services.values.errors import ConfigError, Unavailable
 from services.values.rank import Role
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 WITHIN_S = 60.0
 CONFIG = RankConfig(
@@ -176,12 +183,72 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     async def join(*_):
         said.append("join")
         stopping.set()
-        return SimpleNamespace(say_draining=say_draining, say_adapters=say_draining, successors=None)
+        return SimpleNamespace(
+            say_draining=say_draining, say_adapters=say_draining, successors=None, others_of_role=None
+        )
 
     monkeypatch.setattr(rank, "gc", collector)
     monkeypatch.setattr(rank, "_join", join)
     await run(own_id, Engine(own_id))
     assert said == ["collect", "freeze", "join"]
+
+
+async def test_a_rank_goes_on_in_its_other_role_with_its_core_and_what_etcd_knows_of_it(
+    stopping, monkeypatch
+):
+    joined, said = asyncio.Queue(), []
+
+    async def yes(*_):
+        return True
+
+    async def others():
+        return ["another"]
+
+    async def join(stack, config, role, address, *_):
+        joined.put_nowait((role, address))
+        return SimpleNamespace(say_draining=yes, say_adapters=yes, successors=others, others_of_role=others)
+
+    async def turn(role, address):
+        request = rank_pb2.SetRoleRequest(generation=address.id.generation, role=role, wait_s=0)
+        async with channels.open_channel(address.endpoint) as channel:
+            await rank_pb2_grpc.RankStub(channel).SetRole(request, timeout=WITHIN_S)
+
+    notifier = SimpleNamespace(
+        beat_until=lambda event: event.wait(),
+        waits=lambda: said.append("waits"),
+        serves=lambda: said.append("serves"),
+    )
+    monkeypatch.setattr(rank, "_join", join)
+    monkeypatch.setattr(intake, "_be_noticed", yes)
+    makers = {Role.DECODE: decode_roles, Role.PREFILL: prefill_roles}
+    own_id = own_rank_id(CONFIG)
+    roles = decode_roles(CONFIG, [own_id])
+    running = asyncio.create_task(run_ranks([CONFIG], [own_id], roles, notifier, makers=makers))
+    first, address = await joined.get()
+    with pytest.raises(grpc.aio.AioRpcError, match="must be prefill or decode; got 'both'"):
+        await turn("both", address)
+    await turn("prefill", address)
+    second, address = await joined.get()
+    await turn("decode", address)
+    third, address = await joined.get()
+    lives = (first, second, third)
+    assert [life.role for life in lives] == [Role.DECODE, Role.PREFILL, Role.DECODE]
+    assert len({id(life.engine._core) for life in lives}) == len({life.ledgers for life in lives}) == 1
+    assert (await third.engine.books()).free == CONFIG.pool_pages
+    assert address.id.key == own_id.key and address.id != own_id
+    stopping.set()
+    async with asyncio.timeout(WITHIN_S):
+        await running
+    assert said == ["waits", "serves", *["waits", "waits", "serves"] * 2]
+
+
+def test_a_rank_keeps_its_role_where_the_other_one_needs_another_core(subtests):
+    for changes, why in [
+        ({"engine": "sglang", "model": "m"}, "SGLang's processes start with one"),
+        ({"prefill_cache": "off"}, "where --decode-cache and --prefill-cache differ"),
+    ]:
+        with subtests.test(why), pytest.raises(ConfigError, match=why):
+            replace(CONFIG, **changes).check_role_changes()
 
 
 def test_a_supervisor_is_told_for_how_long_a_rank_may_be_away(subtests, monkeypatch):

@@ -79,19 +79,15 @@ class EngineCore:
             *(cache, self.carried, self._carrying, runner.draft, clock, self._active),
             PullHooks(self._publish, self._offer, self._reserve, lambda: self.tiers, self._gate),
         )
-        self._figures = StepFigures(limits, clock)
-        self._slots = BatchSlots(limits, self._figures.times, clock)
+        self.figures = StepFigures(limits, clock)
+        self._slots = BatchSlots(limits, self.figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
-        self._reports = Reports(cache, self.carried, self._gate, self._figures, self._drafts, self.pulls)
+        self._reports = Reports(cache, self.carried, self._gate, self.figures, self._drafts, self.pulls)
         self.tiers = tiers
         if tiers is not None:
             fills = (self._publish, self._offer, self._catch_up, self._reserve, self.load)
             tiers.attach(FillHooks(*fills, self._shares.charge, self._carrying, self._active))
         self.retractions = 0
-
-    @property
-    def failed_steps(self) -> int:
-        return self._figures.failed  # It counts the failures in a row.
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -154,6 +150,10 @@ class EngineCore:
             self._kept.remove(seq)
             self._release(seq)
 
+    def change_role(self, limits: Limits, drafting: Drafting | None) -> None:
+        self._slots.limits = self.figures.limits = limits
+        self._drafting = drafting
+
     # -- a step -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -174,10 +174,10 @@ class EngineCore:
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
-        with self._figures.noting_failures():
+        with self.figures.noting_failures():
             sampled = self.runner.run([chunk for _, chunk in batch])
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
-        self._figures.note(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
+        self.figures.note(num_decoding, num_drafts, prompt_tokens, self._clock() - began)
         self._drafts.note_step(num_decoding, sum(map(len, sampled[:num_decoding])))
         for (seq, chunk), token in zip(batch, sampled, strict=True):
             self._account(seq, chunk, token)
@@ -321,9 +321,9 @@ class EngineCore:
     def _propose(self, drafting: Drafting, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._ahead.most_drafts(seq)) for seq in decoding]
         began = self._clock()
-        with self._figures.noting_failures():  # A draft model may compute here.
-            proposals = drafting.propose(wishes, self.runner.max_step_drafts, self._figures.times)
-        self._figures.drafting_s = self._clock() - began
+        with self.figures.noting_failures():  # A draft model may compute here.
+            proposals = drafting.propose(wishes, self.runner.max_step_drafts, self.figures.times)
+        self.figures.drafting_s = self._clock() - began
         return proposals
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
@@ -333,7 +333,7 @@ class EngineCore:
         if not computing:
             self._shares.serves(None)
             return []
-        budget = self._figures.chunk_tokens(num_decoding, num_drafts)
+        budget = self.figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
         for seq in self._chunk_turns.line(computing):
             if budget <= 0:

@@ -19,7 +19,7 @@ from services.values.rank_reports import NO_STEPS, RankLoad
 
 class StepFigures:
     def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
-        self._limits = limits
+        self.limits = limits
         self._clock = clock
         self.times = StepTimes()
         self.step_s = 0.0  # It is a mean in seconds, and 0 before the first step.
@@ -55,7 +55,7 @@ class StepFigures:
         return self.times.effective_tokens_per_s(num_decoding, self._chunk_tokens(num_decoding, 0, 0.0))
 
     def _chunk_tokens(self, num_decoding: int, num_drafts: int, drafting_s: float) -> int:
-        limits = self._limits
+        limits = self.limits
         left_s = limits.itl_target_s - drafting_s if limits.itl_target_s is not None else None
         return self.times.chunk_tokens(num_decoding, left_s, limits.chunk_size, num_drafts)
 

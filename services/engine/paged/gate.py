@@ -28,7 +28,7 @@ _NOBODY = frozenset[str]()
 
 class BatchSlots:
     def __init__(self, limits: Limits, times: StepTimes, clock: Callable[[], float]) -> None:
-        self._limits = limits
+        self.limits = limits
         self._times = times
         self._clock = clock
 
@@ -44,12 +44,12 @@ class BatchSlots:
 
     def _is_overdue(self, seq: Sequence, now_s: float) -> bool:
         since_s = seq.admitted_s
-        waited = since_s is not None and now_s - since_s >= self._limits.patience.wait_s
+        waited = since_s is not None and now_s - since_s >= self.limits.patience.wait_s
         return waited and seq.phase is Phase.RECEIVING
 
     def _allows(self, batch: int, receiving: int) -> bool:
-        target_s = self._limits.itl_target_s
-        if batch > self._limits.max_running_requests:
+        target_s = self.limits.itl_target_s
+        if batch > self.limits.max_running_requests:
             return False
         return target_s is None or self._times.allows(batch, target_s, receiving)
 

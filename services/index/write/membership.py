@@ -49,9 +49,11 @@ class Membership:
         ttl_s: int = 10,
         publisher_settings: PublisherSettings | None = None,
         ledger: RankLedger | None = None,
+        below_ledger: RankLedger | None = None,
         with_tiers: bool = False,
     ) -> None:
-        """Set `with_tiers` for a rank that also publishes what lies below its pool."""
+        """Set `with_tiers` for a rank that also publishes what lies below its pool. The ledgers know what it
+        holds already."""
         self.registered = asyncio.Event()
         self.lease_losses = 0
         self.publisher = Publisher(etcd, keys, registration.id, publisher_settings, ledger)
@@ -59,7 +61,7 @@ class Membership:
         if with_tiers:
             writes_per_s = (publisher_settings or PublisherSettings()).writes_per_s
             settings = replace(BELOW, writes_per_s=writes_per_s)
-            self.below = Publisher(etcd, keys.below, registration.id, settings)
+            self.below = Publisher(etcd, keys.below, registration.id, settings, below_ledger)
         self.publishers = [each for each in (self.publisher, self.below) if each is not None]
         self._etcd = etcd
         self._keys = keys
@@ -122,11 +124,16 @@ class Membership:
         return True
 
     async def successors(self) -> list[Registration]:
-        """Return the ranks that may take over what this one has cached: they pull, serve the same and do not
-        drain.
+        """Return the ranks that may take over what this one has cached: they pull, and have its layout.
 
         Raises Unavailable when etcd does not answer in time.
         """
+        layout = self._registration.layout
+        ranks = await self.others_of_role()
+        return [rank for rank in ranks if PULLS in rank.capabilities and not difference(rank.layout, layout)]
+
+    async def others_of_role(self) -> list[Registration]:
+        """Return the other ranks of this role and model that take requests. Raises as `successors`."""
         own = self._registration
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
@@ -138,9 +145,7 @@ class Membership:
             for rank in ranks
             if (rank.role, rank.model) == (own.role, own.model)
             and rank.id.key != own.id.key
-            and PULLS in rank.capabilities
             and not rank.draining
-            and not difference(rank.layout, own.layout)
         ]
 
     async def _stay_registered(self) -> None:

@@ -199,8 +199,8 @@ class Rank:
 
     def limit(self, **changes) -> None:
         """From now on."""
-        for part in (self.core._figures, self.core._slots):
-            part._limits = replace(part._limits, **changes)
+        for part in (self.core.figures, self.core._slots):
+            part.limits = replace(part.limits, **changes)
 
     def let_run(self, num_requests) -> None:
         """At once, from now on."""

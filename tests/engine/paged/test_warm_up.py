@@ -8,7 +8,7 @@ from engine.pair import FAKE, Pair, core_of
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.choose import decode_engine
 from services.engine.fake import FakeRunner
-from services.engine.paged.shell.paged_engine import warm_up
+from services.engine.paged.shell.warm_up import warm_up
 from services.engine.torch.runner import TorchRunner
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache

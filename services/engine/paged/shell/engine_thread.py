@@ -17,8 +17,10 @@ from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
+from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported, Reserved
+from services.engine.paged.drafters import Drafting
 from services.engine.paged.model_runner import ModelRunner, RunnerFailed, Sampled
 from services.engine.paged.pulls import Granted, Refused
 from services.engine.paged.sequence import Sequence
@@ -154,6 +156,14 @@ class ChangeRunner:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """The rank serves in its other role from now on. Nothing runs."""
+
+    limits: Limits
+    drafting: Drafting | None
+
+
+@dataclass(frozen=True, slots=True)
 class TierNews:
     """A copy between the pool and a tier has ended, and the next step handles it."""
 
@@ -173,8 +183,9 @@ class Stop:
 PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
 HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
 TierCommand = TierNews | GiveUpTiers
+RankCommand = ChangeRunner | ChangeRole | CheckBooks | Stop
 OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | TransferEnded
-Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | ChangeRunner | CheckBooks | Stop
+Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | RankCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +227,15 @@ class EngineThread:
 
     def post(self, command: Command) -> None:
         self._inbox.put(command)
+
+    def report_to(
+        self,
+        deliver: Callable[[StepReport], None],
+        on_crash: Callable[[BaseException], None],
+        offer: Callable[[Offer], None] | None,
+    ) -> None:
+        """Call these functions from now on, when nothing runs."""
+        self._deliver, self._on_crash, self._offer = deliver, on_crash, offer
 
     async def stop(self, free: bool = True) -> None:
         """Return when the thread has made its last iteration or was given up. With `free` the pool is
@@ -319,6 +339,8 @@ class EngineThread:
             case ChangeRunner(change, changed):
                 change(core.runner)
                 self._call(changed, None)
+            case ChangeRole(limits, drafting):
+                core.change_role(limits, drafting)
             case TierNews():
                 pass
             case GiveUpTiers(are_back):
@@ -348,7 +370,7 @@ class EngineThread:
         except RunnerFailed as error:
             # A failed forward pass leaves the KV of its batch undefined, but the rank can continue.
             log.exception("engine_step_failed")
-            if core.failed_steps >= _MAX_FAILED_STEPS:
+            if core.figures.failed >= _MAX_FAILED_STEPS:
                 raise
             failure = Failed(Unavailable(f"the engine failed: {error}"))
             self._busy = True  # There may be transfer now for waiting sequences.

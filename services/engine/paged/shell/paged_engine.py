@@ -1,18 +1,4 @@
-"""The decode and the prefill engine share this asyncio side of the engine thread.
-
-Before the rank serves, the engine runs some steps for nobody. They make the device set up what it sets up
-lazily (kernels, workspaces), and they make the start fail, instead of the first client, where a prompt chunk
-of full size does not fit into memory:
-
-    a chunk      the first of a prompt
-    a token      after it
-    drafts       after each, where there is a draft model
-    a chunk      on a GPU: the last of the longest possible prompt, after pages that are still zero
-
-(The memory that many sequences need beside it is not tried.) On a CPU the last chunk is left out: there it
-takes as long as a client's, up to minutes, sets nothing up, and cannot fail, because a CPU allocates more
-memory than it has. The pages are allocated like any others and given back; nothing is published.
-"""
+"""The decode and the prefill engine share this asyncio side of the engine thread."""
 
 import asyncio
 import contextlib
@@ -27,14 +13,16 @@ from typing import TypeVar
 
 from prometheus_client.core import Metric
 
+from services.engine.base import Engine
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Event, Failed, Offer, Reported, Token
 from services.engine.paged.drafters import Speculation
-from services.engine.paged.model_runner import Chunk, ModelRunner, TailPages, scores_of
+from services.engine.paged.model_runner import ModelRunner, scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.adapting import Adapting, ThreadLoader
 from services.engine.paged.shell.engine_thread import (
+    ChangeRole,
     CheckBooks,
     Command,
     EngineThread,
@@ -44,19 +32,19 @@ from services.engine.paged.shell.engine_thread import (
     steps_metric,
 )
 from services.engine.paged.shell.tiers import TierSettings, open_tiers, tier_metrics
+from services.engine.paged.shell.warm_up import warm_up
 from services.engine.paged.tiering import Tiering
-from services.engine.start_fault import start_fault
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
-from services.kv.carried_cache import CarriedCache, SequenceCarried
+from services.kv.carried_cache import CarriedCache
 from services.kv.page_digest import ReadPages
-from services.kv.prefix_cache import PrefixCache, SequencePages
+from services.kv.prefix_cache import PrefixCache
 from services.process.iteration_watch import IterationWatch, until_it_goes_on, until_it_hangs
 from services.tier.thread import TierThread
 from services.values.errors import Unavailable
 from services.values.kv import NO_EVENTS, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
 from services.values.rank_reports import ConstraintCounts, RankLoad
-from services.values.request import GenerationRequest, SamplingParams
+from services.values.request import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +151,8 @@ class PagedEngine:
         self.adapters = Adapting(ThreadLoader(self))
         self._watches: list[IterationWatch] = []
         self._watching: list[asyncio.Task[None]] = []
+        self._before: PagedEngine | None = None
+        self._has_successor, self._untouched = False, True
 
     # -- the boundary -----------------------------------------------------------------------------
 
@@ -198,11 +188,14 @@ class PagedEngine:
         return self._running_core.runner.vocab_size
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        thread = EngineThread(self._build_core, self._deliver, self._fail_all, loop, self._offer)
-        self._core = await thread.start()
+        if self._before is None:
+            loop = asyncio.get_running_loop()
+            thread = EngineThread(self._build_core, self._deliver, self._fail_all, loop, self._offer)
+            self._core = await thread.start()
+            self._grammars = Grammars(self._model_directory, self.vocab_size)
+        else:
+            thread, self._core = self._taken_from(self._before)
         self._thread = thread
-        self._grammars = Grammars(self._model_directory, self.vocab_size)
         self.adapters.begin(self._core.runner.adapters.loaded)
         self._load = self._core.load()
         if self._limits.step_limit_s > 0:
@@ -211,6 +204,24 @@ class PagedEngine:
             if self._tiers is not None:
                 hangs = self._give_up_while_hanging(self._tiers.thread)
                 self._watching.append(asyncio.create_task(hangs, name="tier_hangs"))
+
+    def succeed(self, before: Engine) -> None:
+        assert isinstance(before, PagedEngine), "engines of our own alone have a core to leave"
+        self._before, before._has_successor = before, True
+
+    def _taken_from(self, before: "PagedEngine") -> tuple[EngineThread, EngineCore]:
+        """Return what has served in another role. Raises Unavailable where another process must."""
+        thread, core = before._thread, before._core
+        if thread is None or core is None or before._crashed.is_set() or not before._untouched:
+            raise Unavailable("the engine, or a transfer of its, has failed in its other role")
+        self._cache_events, self._below_events = before._cache_events, before._below_events
+        self._crashed, self._warm_up_s = before._crashed, before._warm_up_s  # It may crash before it is told.
+        self._tiers, self._tiers_left_out = before._tiers, before._tiers_left_out
+        self._grammars, self._before = before._grammars, None
+        thread.report_to(self._deliver, self._fail_all, self._offer)
+        drafting = self._speculation.drafting(core.runner, self._limits.itl_target_s)
+        thread.post(ChangeRole(self._limits, drafting))
+        return thread, core
 
     async def _give_up_while_hanging(self, thread: TierThread) -> None:
         """Do without tiers while their thread hangs: a disk that does not answer must not end the rank."""
@@ -233,13 +244,14 @@ class PagedEngine:
         for mailbox in self._mailboxes.values():
             mailbox.put(Failed(Unavailable("the rank is stopping")))
         await self._idle.wait()
-        untouched = await self._stop_transfers()
-        if self._thread is not None:
-            await self._thread.stop(free=untouched)
+        self._untouched = await self._stop_transfers()
+        if self._thread is not None and not self._has_successor:
+            await self._thread.stop(free=self._untouched)
         for watching in self._watching:
             watching.cancel()
-        for queue in (self._cache_events, self._below_events):
-            queue.put_nowait(None)
+        if not self._has_successor:
+            for queue in (self._cache_events, self._below_events):
+                queue.put_nowait(None)
 
     async def crashed(self) -> bool:
         """Return when the engine's or the sender's thread has died of a bug, or hangs; True where one hangs.
@@ -437,63 +449,3 @@ class PagedEngine:
 async def _taken(queue: EventQueue) -> AsyncIterator[CacheEvents]:
     while (events := await queue.get()) is not None:
         yield events
-
-
-_GREEDY = SamplingParams(temperature=0)
-_DRAFTS = 2  # One draft follows the chunk, and one a single token.
-
-
-def warm_up(runner: ModelRunner, cache: PrefixCache, carried: CarriedCache, chunk_size: int) -> None:
-    """Compute a chunk as long as the pool and a step allow, and a token.
-
-    Raises:
-        ConfigError: the runner cannot compute them.
-        Unavailable: it cannot do so now: memory is short, or the device is lost.
-    """
-    longest = min(runner.max_context_tokens, cache.num_pages * runner.layout.page_size) - 1
-    chunk_len = min(chunk_size, longest)
-    if chunk_len < 1:
-        return
-    spans = [(0, chunk_len), (chunk_len, chunk_len + 1)]
-    if runner.memory.kind == "VRAM" and longest > chunk_len:
-        spans.append((longest - chunk_len, longest))
-    borrowed, tails = cache.open((), ""), carried.resume(None, 0)
-    try:
-        for start, end in spans:
-            _compute(runner, _chunk(cache, carried, borrowed, tails, start, end))
-    finally:
-        carried.close(tails)
-        cache.close(borrowed)
-
-
-def _chunk(
-    cache: PrefixCache,
-    carried: CarriedCache,
-    borrowed: SequencePages,
-    seq: SequenceCarried,
-    start: int,
-    end: int,
-) -> Chunk:
-    num_pages = -(-end // cache.page_size)
-    if num_pages > len(borrowed.pages):
-        cache.extend(borrowed, num_pages - len(borrowed.pages))
-    carried.skip(seq, start)
-    carried.extend(seq, end)
-    tails = tuple(TailPages(tail.first_page, tail.pages) for tail in seq.tails)
-    pages, ids = borrowed.pages[:num_pages], [0] * end
-    return Chunk(ids[start:], start, pages, True, _GREEDY, history=ids, tails=tails, slot=seq.slot)
-
-
-def _compute(runner: ModelRunner, chunk: Chunk) -> None:
-    start, end = chunk.start, chunk.end
-    try:
-        runner.run([chunk])
-        if runner.draft is not None:
-            runner.draft.propose([chunk], [_DRAFTS])
-    except RuntimeError as error:
-        after = f" after {start} others" if start else ""
-        raise start_fault(
-            f"the engine cannot compute {end - start} tokens{after} in a step: {error} "
-            "(where memory is short: a smaller --chunk-size, fewer --kv-pages)",
-            error,
-        ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from services.engine.base import RemotePrefill
+from services.engine.base import Engine, RemotePrefill
 from services.engine.paged.model_runner import check_told
 from services.engine.paged.shell.adapting import Adapting
 from services.engine.sglang.directory import DirectoryService, directory_to_proto
@@ -35,7 +35,14 @@ from services.engine.sglang.service.request_arguments import (
 )
 from services.engine.sglang.service.worker import SglangWorker
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
-from services.values.errors import InvalidRequest, NoCapacity, PeerFailed, StaleGeneration, Unavailable
+from services.values.errors import (
+    ConfigError,
+    InvalidRequest,
+    NoCapacity,
+    PeerFailed,
+    StaleGeneration,
+    Unavailable,
+)
 from services.values.kv import CacheEvents, KvLayout, PageBooks
 from services.values.rank import Plan, RankId, Rendezvous, TransferId
 from services.values.rank_reports import RankLoad
@@ -90,6 +97,9 @@ class SglangRank:
 
     async def stop(self) -> None:
         await self._worker.stop()
+
+    def succeed(self, before: Engine) -> None:
+        raise ConfigError("SGLang's processes keep the role that they start with")
 
     async def crashed(self) -> bool:
         await self._worker.crashed()

@@ -91,6 +91,22 @@ class ListAdaptersResponse(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]
     def __init__(self, adapters: _Optional[_Iterable[_Union[_common_pb2.Adapter, _Mapping]]] = ...) -> None: ...
 
+class SetRoleRequest(_message.Message):
+    __slots__ = ("generation", "role", "wait_s", "force")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    role: str
+    wait_s: float
+    force: bool
+    def __init__(self, generation: _Optional[int] = ..., role: _Optional[str] = ..., wait_s: _Optional[float] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TakeOverRequest(_message.Message):
     __slots__ = ("generation", "source", "cache_salt", "token_ids", "idle_s", "protected_tokens", "within_s")
     GENERATION_FIELD_NUMBER: _ClassVar[int]

@@ -64,6 +64,11 @@ class RankStub:
                 request_serializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/isthmus.v1.Rank/SetRole',
+                request_serializer=isthmus_dot_v1_dot_rank__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_rank__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class RankServicer:
@@ -113,6 +118,16 @@ class RankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Take no new requests, let running ones end, and go on in the other role with what is loaded and cached here.
+        Returns when nothing runs: then the rank leaves, and registers in its new role as another life, at the same
+        address. A restart of its process ends that. FAILED_PRECONDITION: it has that role, cannot have another, or is
+        the last of its role (without `force`). UNAVAILABLE: requests still run, and it takes new ones again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +160,11 @@ def add_RankServicer_to_server(servicer, server):
                     servicer.ListAdapters,
                     request_deserializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=isthmus_dot_v1_dot_rank__pb2.SetRoleRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_rank__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +329,33 @@ class Rank:
             '/isthmus.v1.Rank/ListAdapters',
             isthmus_dot_v1_dot_rank__pb2.ListAdaptersRequest.SerializeToString,
             isthmus_dot_v1_dot_rank__pb2.ListAdaptersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Rank/SetRole',
+            isthmus_dot_v1_dot_rank__pb2.SetRoleRequest.SerializeToString,
+            isthmus_dot_v1_dot_rank__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,104 @@
+"""Ranks change their roles and come back, under the load of others, and lose no request and no cache."""
+
+import asyncio
+import signal
+import urllib.request
+
+import pytest
+
+from processes.harness import ProcessCluster, prompt_of
+from services.cli import role
+from services.engine.fake import continuation
+
+TURNS = 30
+CHANGING = "decode-0/0"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+async def test_ranks_change_their_roles_under_the_load_of_others(tmp_path, model_dir):
+    shape = dict(decode_workers=2, decode_dp_size=1, prefill_workers=1, kv_pages=8192)
+    flags = dict(rank_flags=("--fake-step-s=0.002",), router_flags=("--plans=remote,local",))
+    async with ProcessCluster(tmp_path, model_dir, **shape, **flags) as cluster:
+        await cluster.play(
+            one_that_becomes_prefill_and_comes_back, what_is_refused, one_that_is_killed_in_its_second_role
+        )
+
+
+async def command(cluster, *arguments):
+    router = cluster.local.router_endpoint(0)
+    return await asyncio.to_thread(role.run, [*arguments, f"--router={router}"])
+
+
+async def load(cluster, first):
+    """Turns of many conversations, each the first or the second; all exact."""
+
+    async def conversation(number):
+        prompt, name = prompt_of(number, 400), f"c{number}"
+        await cluster.generate(prompt, conversation_id=name)
+        again = [*prompt, *continuation(prompt, 8), 1, 2]
+        return (await cluster.generate(again, conversation_id=name)).usage.computed_tokens
+
+    return await asyncio.gather(*(conversation(first + i) for i in range(TURNS)))
+
+
+async def one_that_becomes_prefill_and_comes_back(cluster):
+    await load(cluster, 0)
+    before, pages = cluster.rank(CHANGING), (await cluster.books(CHANGING))["cached"]
+    assert pages > 0
+    beside = asyncio.create_task(load(cluster, TURNS))
+    running = cluster.open(prompt_of(7, 30), 400)
+    assert await command(cluster, CHANGING, "prefill") == 0
+    assert await command(cluster, "prefill", "decode", "--force") == 0
+    await running.exact()
+    await beside
+    assert role_of(await cluster.registrations()) == {
+        CHANGING: "prefill",
+        "decode-1/0": "decode",
+        "prefill/0": "decode",
+    }
+    after = cluster.rank(CHANGING)
+    assert (after.pid, after.endpoint, after.metrics_port) == (
+        before.pid,
+        before.endpoint,
+        before.metrics_port,
+    )
+    page = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{after.metrics_port}/metrics")
+    assert b'role="prefill"' in page.read() and (await cluster.books(CHANGING))["cached"] >= pages
+    await cluster.until_used(CHANGING, await cluster.generation(CHANGING))
+    await load(cluster, 2 * TURNS)
+    for names in (["prefill", "prefill", "--force"], [CHANGING, "decode", "--force"]):
+        beside = asyncio.create_task(load(cluster, 3 * TURNS))
+        assert await command(cluster, *names) == 0
+        await beside
+    await cluster.until_whole()
+    # It still has the first turns, and the index says so.
+    explained = [await cluster.explain(prompt_of(number, 400)) for number in range(TURNS)]
+    hits = [c.decode_hit_tokens for e in explained for c in e.candidates if c.decode.worker == "decode-0"]
+    assert sum(hits) >= 400
+
+
+async def what_is_refused(cluster):
+    running = [cluster.open(prompt_of(number, 30), 300) for number in range(4)]
+    await asyncio.gather(*(stream.has(1) for stream in running))
+    assert await command(cluster, "decode-0", "decode-1", "prefill", "--timeout-s=0") == 1
+    assert await command(cluster, "prefill/0", "prefill") == 1
+    assert await command(cluster, "prefill/0", "decode") == 1
+    await asyncio.gather(*(stream.exact() for stream in running))
+    assert set(role_of(await cluster.registrations()).values()) == {"decode", "prefill"}
+    await cluster.until_whole()
+
+
+async def one_that_is_killed_in_its_second_role(cluster):
+    """Its supervisor knows its first one alone."""
+    assert await command(cluster, CHANGING, "prefill") == 0
+    before = cluster.rank(CHANGING)
+    beside = asyncio.create_task(load(cluster, 4 * TURNS))
+    cluster.signal_rank(CHANGING, signal.SIGKILL)
+    await beside
+    await cluster.restarted(before)
+    assert role_of(await cluster.registrations())[CHANGING] == "decode"
+
+
+def role_of(registrations):
+    return {name: registration.role.value for name, registration in registrations.items()}
