@@ -26,6 +26,7 @@ from services.engine.paged.pulls import PullHooks, Pulls
 from services.engine.paged.sequence import (
     RUNNING,
     Phase,
+    PromptCharges,
     Sequence,
     check_prompt,
     finish_reason,
@@ -70,6 +71,7 @@ class EngineCore:
         self._drafts = DraftCounts()
         self._clock = clock
         self._shares = FairShare()
+        self._charges = PromptCharges(self._shares)
         self._chunk_turns = ChunkTurns(self._shares)
         self._gate = Gate(cache, self.max_context_tokens, limits, clock, self._shares)
         self._active: list[Sequence] = []  # These have pages; they are in order of admission.
@@ -86,7 +88,7 @@ class EngineCore:
         self.tiers = tiers
         if tiers is not None:
             fills = (self._publish, self._offer, self._catch_up, self._reserve, self.load)
-            tiers.attach(FillHooks(*fills, self._shares.charge, self._carrying, self._active))
+            tiers.attach(FillHooks(*fills, self._charges.reused, self._carrying, self._active))
         self.retractions = 0
 
     # -- commands ---------------------------------------------------------------------------------
@@ -288,8 +290,7 @@ class EngineCore:
             seq.reused_tokens = seq.computed
             self._reserve(seq, wanted, fills)
         seq.started_at = self._shares.had(tenant_of(seq))
-        if seq.retractions == 0:  # That it computes some again is not its tenant's doing.
-            self._shares.charge(seq.request.share, min(seq.uncomputed_tokens, len(seq.ids) - seq.computed))
+        self._charges.let_in(seq)
         self._offer(seq)
         seq.receives = False  # After a retraction it computes the tail here.
 
@@ -320,11 +321,8 @@ class EngineCore:
 
     def _propose(self, drafting: Drafting, decoding: list[Sequence]) -> SequenceOf[Proposal | None]:
         wishes = [Wish(seq, self._ahead.most_drafts(seq)) for seq in decoding]
-        began = self._clock()
-        with self.figures.noting_failures():  # A draft model may compute here.
-            proposals = drafting.propose(wishes, self.runner.max_step_drafts, self.figures.times)
-        self.figures.drafting_s = self._clock() - began
-        return proposals
+        with self.figures.drafting():  # A draft model may compute here.
+            return drafting.propose(wishes, self.runner.max_step_drafts, self.figures.times)
 
     def _prompt_chunks(self, num_decoding: int, num_drafts: int) -> list[tuple[Sequence, Chunk]]:
         """Serve the tenants in turn: one with priority waits for no prompt of the others, and each tenant
@@ -357,7 +355,7 @@ class EngineCore:
         self._carrying.catch_up(seq)
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
-            self._shares.charge(seq.request.share, before - seq.computed)
+        self._charges.reused(seq)
         self._offer(seq)
 
     def _grow(self, seq: Sequence) -> bool:
@@ -407,6 +405,7 @@ class EngineCore:
             self._drafts.note(seq.proposal.source, chunk.num_drafts, accepted)
             seq.proposal = None
         seq.computed = chunk.end - chunk.num_drafts + accepted
+        self._charges.computed(seq)
         self._publish(seq)
         self._carrying.account(seq)
         self._offer(seq)
@@ -448,15 +447,13 @@ class EngineCore:
         seq.ids.append(sampled.token_id)
         self._shares.charge(seq.request.share, token_cost(len(seq.ids)))
         seq.phase = Phase.DECODING
-        began_s = seq.began_s or seq.admitted_s
-        assert began_s is not None
         finished = finish_reason(seq, self.max_context_tokens)
         if seq.single_token and finished is None:
             finished = FinishReason.LENGTH
         if not (first or drafted) and finished is None and sampled.logprobs is None:
             self._emit(seq, sampled.token_id)
             return
-        compute_s = self._clock() - began_s if first else 0.0
+        compute_s = self._clock() - seq.computing_since_s if first else 0.0
         self._emit(seq, newest_token(seq, sampled, finished, (drafted, accepted), compute_s))
         if finished is not None:
             self._active.remove(seq)
@@ -472,6 +469,7 @@ class EngineCore:
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         held = seq.pages is not None
         seq.phase, seq.proposal = Phase.ENDED, None
+        self._charges.ended(seq)
         self._shares.left(seq.request.share)
         if self._drafting is not None:
             self._drafting.ended(seq)

@@ -37,6 +37,13 @@ class StepFigures:
             self.failed += 1
             raise RunnerFailed(type(error).__name__) from error
 
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        began = self._clock()
+        with self.noting_failures():
+            yield
+        self.drafting_s = self._clock() - began
+
     def note(self, num_decoding: int, num_drafts: int, prompt_tokens: int, took_s: float) -> None:
         self.failed = 0
         self.prompt_tokens += prompt_tokens

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from services.engine.paged.core_events import Token
+from services.engine.paged.fair_share import FairShare
 from services.engine.paged.model_runner import NO_TOKEN, Proposal, Sampled, ScoredPrompt
 from services.grammar.matcher import Matcher
 from services.kv.carried_cache import SequenceCarried
@@ -95,6 +96,7 @@ class Sequence:
     retractions: int = 0
     place: float = 0.0  # It stands here among its tenant's own; by arrival where this is equal.
     started_at: float = 0.0  # Its tenant had had so much when it was let in.
+    owed_tokens: int = 0  # Its tenant was charged for so many that are not computed yet.
     # The gate keeps these while it waits.
     overtaken: int = 0
     overtaken_since_s: float | None = None
@@ -114,6 +116,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def computing_since_s(self) -> float:
+        since_s = self.began_s or self.admitted_s
+        assert since_s is not None
+        return since_s
 
     @property
     def remaining_tokens(self) -> int:
@@ -140,6 +148,38 @@ class Sequence:
             f"<Sequence {self.request.request_id} {self.phase.name} ids={len(self.ids)} "
             f"computed={self.computed} pages={self.pages!r}>"
         )
+
+
+class PromptCharges:
+    """A prompt costs its tenant what is computed for it, charged ahead.
+
+    let in    what is to be computed is charged, and owed
+    computed  so much less is owed
+    reused    others had computed it: it is owed no more, and given back
+    ended     what is still owed is given back
+    """
+
+    def __init__(self, shares: FairShare) -> None:
+        self._shares = shares
+
+    def let_in(self, seq: Sequence) -> None:
+        """Charge a prompt when it is let in the first time: that one computes again is not its tenant's
+        doing."""
+        if seq.retractions == 0:
+            seq.owed_tokens = min(seq.uncomputed_tokens, len(seq.ids) - seq.computed)
+            self._shares.charge(seq.request.share, seq.owed_tokens)
+
+    def computed(self, seq: Sequence) -> None:
+        seq.owed_tokens = min(seq.owed_tokens, len(seq.ids) - seq.computed)
+
+    def reused(self, seq: Sequence) -> None:
+        owed = seq.owed_tokens
+        self.computed(seq)
+        self._shares.charge(seq.request.share, seq.owed_tokens - owed)
+
+    def ended(self, seq: Sequence) -> None:
+        self._shares.charge(seq.request.share, -seq.owed_tokens)
+        seq.owed_tokens = 0
 
 
 def check_prompt(seq: Sequence, vocab_size: int, max_context_tokens: int) -> None:

@@ -53,7 +53,6 @@ from services.tier.copies import (
 from services.tier.shared import SharedFiles
 from services.tier.thread import TierThread
 from services.values.rank_reports import RankLoad
-from services.values.request import TenantShare
 
 _STOP_S = 2.0
 # A sequence that receives waits so long for each of two reads; a prefill rank waits 30 s for a ticket.
@@ -74,7 +73,7 @@ class FillHooks:
     catch_up: Callable[[EngineSequence], None]
     report: Callable[[EngineSequence], None]  # Its pages may be written now.
     load: Callable[[], RankLoad]
-    charge: Callable[[TenantShare | None, float], None]
+    reused: Callable[[EngineSequence], None]
     carrying: Carrying
     active: Collection[EngineSequence]  # It changes as sequences get pages and end.
 
@@ -344,8 +343,7 @@ class Tiering:
         if seq.retractions == 0:  # Otherwise it computed them itself before.
             seq.reused_tokens += seq.computed - before
             seq.brought_tokens += brought
-            if was_filling:  # One that receives was charged for nothing.
-                self._hooks.charge(seq.request.share, before - seq.computed)
+        self._hooks.reused(seq)
         self._hooks.offer(seq)
         if fill.behind is not None:
             self._hooks.catch_up(seq)

@@ -322,6 +322,8 @@ class CoreMachine(RuleBasedStateMachine):
     def the_books_balance(self):
         if hasattr(self, "core"):
             self.core.check()
+            for seq in self.core._active:
+                assert 0 <= seq.owed_tokens <= len(seq.ids)
 
     @invariant()
     def nobody_is_overtaken_too_often(self):

@@ -89,7 +89,7 @@ class TieredRank(Rank):
             *(num_pages // 2, self._clock, lambda: None, budget, others),
         )
         hooks = (core._publish, core._offer, core._catch_up, core._reserve, core.load)
-        self.tiers.attach(FillHooks(*hooks, core._shares.charge, core._carrying, core._active))
+        self.tiers.attach(FillHooks(*hooks, core._charges.reused, core._carrying, core._active))
         core.cache._note_lent = lambda pages: self.tiers.storing.lent(pages)
 
     def step(self):

@@ -9,7 +9,7 @@ from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
 from services.engine.paged import waiting_queue
 from services.engine.paged.admitting import Patience
-from services.engine.paged.fair_share import FairShare
+from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.paged.waiting_queue import WaitingQueue, in_turn
 from services.values.request import GenerationRequest, SamplingParams, TenantShare
@@ -320,3 +320,51 @@ def test_tenants_get_tokens_by_their_weights(subtests):
             rank.core._shares.charge(TenantShare("cached"), charged)
             rank.run([running, *named])
             assert named[list(rank.finished)[2]] == wanted
+
+
+def test_a_prompt_that_is_given_up_costs_what_was_computed(subtests):
+    def cost(act, held=None):
+        """What the tenant had to pay for a prompt of 40 tokens that is cancelled after `act(rank, it)`."""
+        rank = Rank(num_pages=64)
+        stays = rank.submit([1], 30, **shared("a"))  # It keeps the tenant's count.
+        rank.step()
+        before, held_by = rank.core._shares.had("a"), len(stays.ids)
+        seq = rank.submit(range(10, 50), 3, held=held, **shared("a"))
+        act(rank, seq)
+        rank.core.cancel(seq)
+        generated = sum(map(token_cost, range(held_by + 1, len(stays.ids) + 1)))
+        paid = rank.core._shares.had("a") - before - generated
+        rank.run([stays])
+        return round(paid, 6)
+
+    def steps(number):
+        return lambda rank, seq: [rank.step() for _ in range(number)]
+
+    def fail_to_pull(number):
+        def act(rank, seq):
+            rank.step()
+            assert seq.phase is Phase.PULLING
+            rank.core.pulls.failed(seq)
+            steps(number)(rank, seq)
+
+        return act
+
+    def send_back(rank, seq):
+        rank.step()
+        rank.core._send_back(seq)
+        rank.step()
+        assert seq.computed == 16
+
+    for name, act, held, paid in [
+        ("waiting", steps(0), None, 0),
+        ("computing", steps(1), None, 8),
+        ("computing", steps(3), None, 24),
+        ("computed", steps(5), None, 40 + token_cost(41)),
+        ("pulling", steps(1), 24, 0),
+        # One pays for no more than what no source was said to hold.
+        ("a pull has failed", fail_to_pull(3), 24, 0),
+        ("a pull has failed", fail_to_pull(4), 24, 8),
+        ("sent back", send_back, None, 16),
+    ]:
+        with subtests.test(name, paid=paid):
+            assert cost(act, held) == pytest.approx(paid)
