@@ -175,6 +175,11 @@ class Engine(Protocol):
     def has_tiers(self) -> bool:
         """Return whether it keeps KV below its pool. Known once it has started."""
 
+    @property
+    def shared_files(self) -> str:
+        """Return what names the directory whose files it reads, other ranks' too; empty where it reads none.
+        Known once it has started."""
+
     async def below_events(self) -> AsyncIterator[CacheEvents]:
         """Yield likewise what its tiers gained and lost; nothing where it has none."""
         yield CacheEvents()

@@ -443,10 +443,8 @@ async def _join(
     failed: asyncio.Event,
     stopping: asyncio.Event,
 ) -> Membership:
-    """Register and publish in the background, until the stack is closed.
-
-    It returns once the rank is registered or has failed, or `stopping` is set.
-    """
+    """Register and publish in the background until the stack is closed. It returns once the rank is
+    registered or has failed, or `stopping` is set."""
     etcd = await stack.enter_async_context(
         Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
     )
@@ -496,4 +494,5 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         capabilities=role.capabilities,
         model_path=config.model,
         adapters=role.engine.adapters.loaded if role.engine.adapters is not None else (),
+        shared_files=role.engine.shared_files,
     )

@@ -8,14 +8,23 @@ A key names layout, salt and tokens, so a block is the same whoever has computed
 slot at any time, begin another life, or be gone: its file outlives it. It empties a slot's record before it
 writes the slot, so bytes with another digest than their record are torn, or the record is another one by now.
 
+The directory has a name of its own, in a file of it, by which routers tell who reads whose files: a path may
+be another directory on another machine.
+
 Rule 1: a file is read only where no other user may have written it.
 Rule 2: a file that was removed or made anew is noticed at the next look. Until then its slots have other
         digests.
 """
 
+import errno
 import logging
+import os
+import re
+import secrets
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +38,7 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 * RECORD_BYTES
 _MOST_RECORDS = 8_192  # A look takes in so many changed records of all files; the next one takes in more.
 _MOST_FILES = 64
+_NAME, _NAME_BYTES, _NAME_FORM = "name", 8, rb"[0-9a-f]{16}"
 _CLOCK_TICK_NS = 50_000_000  # A file that has just changed may change again at the same time by its clock.
 
 
@@ -55,7 +65,11 @@ class _File:
 class SharedFiles:
     """`find` and `forget` are for any thread, the other methods for the tier's thread."""
 
-    def __init__(self, layout_directory: Path, own_rank: str, shape: SlabShape, calls: FileCalls) -> None:
+    def __init__(
+        self, layout_directory: Path, own_rank: str, shape: SlabShape, calls: FileCalls, name: str = ""
+    ) -> None:
+        """`name` is the directory's, as `name_of` gives it."""
+        self.name = name
         self._directory = layout_directory
         self._own_rank = own_rank
         self._shape = shape
@@ -190,6 +204,35 @@ class SharedFiles:
             if file.first_slot <= slot < file.first_slot + file.slab.shape.num_slots:
                 return file
         raise SlotGone
+
+
+def name_of(layout_directory: Path) -> str:
+    """Return what names the directory wherever it is mounted. The first rank that asks chooses it.
+
+    Raises OSError, also where the name is not this user's own.
+    """
+    path, own = layout_directory / _NAME, layout_directory / f".{secrets.token_hex(8)}"
+    with suppress(FileNotFoundError):
+        return _read_name(path)
+    fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "w") as file:
+            file.write(secrets.token_hex(_NAME_BYTES))
+        with suppress(FileExistsError):  # Another rank has chosen meanwhile.
+            os.link(own, path)
+    finally:
+        own.unlink()
+    return _read_name(path)
+
+
+def _read_name(path: Path) -> str:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb") as file:
+        status, name = os.fstat(file.fileno()), file.read(3 * _NAME_BYTES)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others may have written it", str(path))
+    if re.fullmatch(_NAME_FORM, name) is None:
+        raise OSError(errno.EINVAL, "it is no name of a directory", str(path))
+    return name.decode()
 
 
 def _changed_slots(old: bytearray, new: bytearray) -> Iterator[int]:

@@ -41,6 +41,7 @@ class Registration:
     draining: bool = False  # The rank refuses new requests, since it stops or an operator drains it.
     model_context_tokens: int = 0  # This limit does not depend on the pool; 0 means unknown.
     adapters: tuple[Adapter, ...] = ()
+    shared_files: str = ""  # It reads the files of all ranks that say the same, which name their directory.
 
     @property
     def id(self) -> RankId:
@@ -134,6 +135,7 @@ class RankLoad:
     granted_pages: int = 0  # These are reserved for pulls of other ranks.
     memory_tier_bytes_per_s: float = 0.0  # Its tiers were read so fast of late; 0 means unknown, or none.
     file_tier_bytes_per_s: float = 0.0
+    shared_tier_bytes_per_s: float = 0.0  # These are other ranks' files.
     tiers_off: bool = False  # A tier failed, or was slower than computing, and is left alone for a while.
     # The following fields are not reported to routers.
     reserved_pages: int = 0  # These are reserved for the growth of running sequences.

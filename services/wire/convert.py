@@ -316,6 +316,7 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
     pb.granted_pages = load.granted_pages
     pb.memory_tier_bytes_per_s = load.memory_tier_bytes_per_s
     pb.file_tier_bytes_per_s = load.file_tier_bytes_per_s
+    pb.shared_tier_bytes_per_s = load.shared_tier_bytes_per_s
     pb.tiers_off = load.tiers_off
     books = load.books
     pb.free_pages = books.free
@@ -356,6 +357,7 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         granted_pages=pb.granted_pages,
         memory_tier_bytes_per_s=finite("load.memory_tier_bytes_per_s", pb.memory_tier_bytes_per_s),
         file_tier_bytes_per_s=finite("load.file_tier_bytes_per_s", pb.file_tier_bytes_per_s),
+        shared_tier_bytes_per_s=finite("load.shared_tier_bytes_per_s", pb.shared_tier_bytes_per_s),
         tiers_off=pb.tiers_off,
     )
 

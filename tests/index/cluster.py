@@ -40,6 +40,7 @@ def registration(worker: str = "d0", generation: int = 1, role: Role = Role.DECO
         model_path="/models/tiny",
         capabilities=("abort", "local"),
         model_context_tokens=4096,
+        shared_files="0123456789abcdef",
     )
 
 

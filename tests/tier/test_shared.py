@@ -15,7 +15,7 @@ from services.kv.tiers.tier_keys import ROOT
 from services.tier import shared as shared_files
 from services.tier import slab as slabs
 from services.tier.copies import is_whole
-from services.tier.shared import SharedFiles, SlotGone
+from services.tier.shared import SharedFiles, SlotGone, name_of
 from services.tier.slab import FileCalls, SlabShape
 from services.values.errors import ProtocolError
 
@@ -184,3 +184,34 @@ def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):
     for slab in rank_slabs.values():
         slab.close()
     shared.close()
+
+
+def test_a_directory_has_one_name_wherever_it_is_mounted(subtests, tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for directory in (one, other):
+        directory.mkdir()
+    (tmp_path / "mounted").symlink_to(one)
+    with subtests.test("whoever asks"):
+        assert name_of(one) == name_of(tmp_path / "mounted") != name_of(other)
+        assert [path.name for path in one.iterdir()] == ["name"]
+    with subtests.test("and also if two choose at once"):
+        link, other_path = os.link, other / "name"
+        other_path.unlink()
+
+        def late(own, path):
+            if not other_path.exists():
+                other_path.write_text("fedcba9876543210")
+                other_path.chmod(0o600)
+            link(own, path)
+
+        monkeypatch.setattr(os, "link", late)
+        assert name_of(other) == "fedcba9876543210"
+        assert [path.name for path in other.iterdir()] == ["name"]
+    for what, spoil in [
+        ("others may have written it", lambda path: path.chmod(0o622)),
+        ("it is no name", lambda path: path.write_text("../../etc")),
+        ("it is a link", lambda path: (path.unlink(), path.symlink_to("/etc/hostname"))),
+    ]:
+        with subtests.test("a name that cannot be trusted is none", what=what), pytest.raises(OSError):
+            spoil(other / "name")
+            name_of(other)

@@ -105,6 +105,7 @@ loads = st.builds(
     granted_pages=uint32,
     memory_tier_bytes_per_s=seconds,
     file_tier_bytes_per_s=seconds,
+    shared_tier_bytes_per_s=seconds,
     tiers_off=st.booleans(),
 )
 pull_requests = st.builds(

@@ -142,6 +142,11 @@ class Tiering:
     def __repr__(self) -> str:
         return f"Tiering({self.books} fills={len(self._fills)})"
 
+    @property
+    def shared_files(self) -> str:
+        """Return what names the directory whose files it reads; empty where it reads none."""
+        return "" if self._shared is None else self._shared.name
+
     def attach(self, hooks: FillHooks) -> None:
         self._hooks = hooks
 
@@ -447,14 +452,16 @@ class Tiering:
     def rated(self, load: RankLoad) -> RankLoad:
         """Return the load with how fast the tiers are read. Any thread may call it."""
         rates = {False: 0.0, True: 0.0}
-        for in_files, trust in zip(self._in_files, self._health.trust, strict=False):
+        for in_files, trust in zip(self.books.in_files, self._health.trust, strict=False):
             known = [rate for rate in (rates[in_files], trust.bytes_per_s) if rate]
             rates[in_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
-        told = (rates[False], rates[True], self._is_off)
-        if told == (load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.tiers_off):
+        others = 0.0 if self._shared is None else self._health.trust[self._shared_tier].bytes_per_s
+        told = memory, files, shared, is_off = rates[False], rates[True], others, self._is_off
+        known_rates = load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.shared_tier_bytes_per_s
+        if told == (*known_rates, load.tiers_off):
             return load
-        memory, files, is_off = told
-        return replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
+        load = replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
+        return replace(load, shared_tier_bytes_per_s=shared)
 
     def check(self, active: Iterable[EngineSequence]) -> None:
         self.books.check()

@@ -169,7 +169,7 @@ _FEW_HOLDERS = 8
 class HeldBelow(Held):
     """This says the same of what lies below the pools, and which of it lies in files."""
 
-    __slots__ = ("_file_columns", "_layers", "checkpoints", "few")
+    __slots__ = ("_file_columns", "_file_keys", "_layers", "_length", "checkpoints", "few")
 
     def __init__(
         self,
@@ -178,10 +178,14 @@ class HeldBelow(Held):
         keys: dict[int, RankKey],
         layers: list[Run],
         file_columns: dict[RankKey, int],
+        file_keys: dict[int, RankKey],
         checkpoints: ResumableBlocks,
+        length: int,
     ) -> None:
+        """`length` is that of the prompt in blocks."""
         self._runs, self._columns, self._keys = runs, columns, keys
         self._layers, self._file_columns, self.checkpoints = layers, file_columns, checkpoints
+        self._file_keys, self._length = file_keys, length
         # Most prompts are kept by few ranks: then this has all of them.
         self.few = self.depths() if runs and runs[0][1].bit_count() <= _FEW_HOLDERS else None
 
@@ -198,6 +202,29 @@ class HeldBelow(Held):
             if start <= first:
                 break
         return num_blocks
+
+    def files_by_group(self, groups: Mapping[RankKey, str]) -> dict[str, int]:
+        """Return by group of ranks which of their files hold any of the prompt's blocks, as a mask for
+        `reach`."""
+        anywhere, files = 0, dict[str, int]()
+        for _, mask in self._layers:
+            anywhere |= mask
+        for column in columns_of(anywhere):
+            key = self._file_keys.get(column)
+            if key is not None and (group := groups.get(key)):
+                files[group] = files.get(group, 0) | 1 << column
+        return files
+
+    def reach(self, files: int, start: int) -> int:
+        """Return how far into the prompt these files together hold each block from `start` on."""
+        end = start
+        for at, (_, mask) in enumerate(self._layers, start=1):
+            until = self._layers[at][0] if at < len(self._layers) else self._length
+            if until > end:
+                if not mask & files:
+                    break
+                end = until
+        return end
 
 
 @dataclass(slots=True)
@@ -225,6 +252,7 @@ class PrefixIndex:
         self._columns: dict[RankKey, int] = {}
         self._file_columns: dict[RankKey, int] = {}
         self._keys: dict[int, RankKey] = {}  # The keys are columns.
+        self._file_keys: dict[int, RankKey] = {}
         self._waiting: list[tuple[int, bool, PackedHashes]] = []
         self._num_waiting = 0
         # It has for each column the number of waiting additions minus that of waiting removals.
@@ -285,7 +313,7 @@ class PrefixIndex:
         self._columns[key], self._keys[draft.held] = draft.held, key
         self._holders.show(draft.held)
         if draft.files is not None:
-            self._file_columns[key] = draft.files
+            self._file_columns[key], self._file_keys[draft.files] = draft.files, key
 
     def drop_draft(self, draft: IndexDraft) -> None:
         self._holders.give_column(draft.held)
@@ -340,6 +368,7 @@ class PrefixIndex:
         column = self._file_columns.get(key)
         if column is None:
             column = self._file_columns[key] = self._holders.take_column()
+            self._file_keys[column] = key
         self._wait(column, files_removed, is_added=False)
         self._wait(column, files_added, is_added=True)
 
@@ -374,6 +403,7 @@ class PrefixIndex:
             del self._keys[column]
         if (column := self._file_columns.pop(key, None)) is not None:
             self._holders.give_column(column)
+            del self._file_keys[column]
 
     def correct(self, key: RankKey, hashes: Sequence[int], present_depth: int) -> int:
         """Remove the rank's blocks of this sequence beyond `present_depth`, which the rank reported to hold.
@@ -404,7 +434,10 @@ class PrefixIndex:
     def held_below(self, hashes: Sequence[int]) -> HeldBelow:
         self.take_in()
         runs, layers = self._holders.layers(hashes) if hashes else ([], [])
-        return HeldBelow(runs, self._columns, self._keys, layers, self._file_columns, self.checkpoints)
+        return HeldBelow(
+            *(runs, self._columns, self._keys, layers, self._file_columns, self._file_keys),
+            *(self.checkpoints, len(hashes)),
+        )
 
     def match(self, key: RankKey, hashes: Sequence[int]) -> int:
         return self.held(hashes).depth(key)

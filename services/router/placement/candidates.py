@@ -166,6 +166,7 @@ class Brought(NamedTuple):
     tokens: int  # the candidate could go on after these, as far as the index is trusted about its tiers
     matched_tokens: int  # the same by the index alone
     bring_s: float
+    shared_tokens: int = 0  # the last of them, which other ranks' files hold
 
 
 class DecodeCandidate(NamedTuple):
@@ -208,8 +209,10 @@ class DecodeCandidate(NamedTuple):
 
     @property
     def held_tokens(self) -> int:
-        """Return the tokens that it holds, in its pool or below."""
-        return self.hit_tokens if self.brought is None else max(self.hit_tokens, self.brought.tokens)
+        """Return the tokens that it holds itself, in its pool or below."""
+        if (brought := self.brought) is None:
+            return self.hit_tokens
+        return max(self.hit_tokens, brought.tokens - brought.shared_tokens)
 
     @property
     def bring_s(self) -> float:

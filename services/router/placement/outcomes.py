@@ -19,6 +19,7 @@ from services.kv.block_hash import extend_hash
 from services.router.placement.candidates import Candidate, SourceCandidate
 from services.router.placement.price import Priced
 from services.router.ranks.balance import Balance
+from services.router.ranks.learned import Trust
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
 from services.values.request import Admitted, FinishReason, Pulled
@@ -59,7 +60,8 @@ class Outcomes:
         # These are about a request's own ranks and about its source, until it is admitted or ends.
         self._believed: dict[str, tuple[_Believed, ...]] = {}
         self._promised: dict[str, _Believed] = {}
-        self._below: dict[str, int] = {}  # By the index the tiers of who computes hold so many tokens.
+        # By the index the tiers of who computes hold so many tokens, or others' files do.
+        self._below: dict[str, tuple[int, Trust]] = {}
 
     def sent(
         self,
@@ -83,7 +85,8 @@ class Outcomes:
         if (source := chosen.source) is not None:
             self._promised[request_id] = self._promise(source)
         if (brought := chosen.brought) is not None:
-            self._below[request_id] = int(min(brought.matched_tokens, reusable_tokens))
+            trust = self._balance.shared_trust if brought.shared_tokens else self._balance.tier_trust
+            self._below[request_id] = int(min(brought.matched_tokens, reusable_tokens)), trust
 
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
@@ -97,8 +100,9 @@ class Outcomes:
             delivered[prefill] = admitted.prefill_prefix_len
         # It held the others itself.
         delivered[computing] -= admitted.pulled_tokens + admitted.brought_tokens
-        if (indexed := self._below.pop(request_id, None)) is not None:
-            self._learn_of_tiers(computing, indexed - delivered[computing], admitted.brought_tokens)
+        if (below := self._below.pop(request_id, None)) is not None:
+            indexed, trust = below
+            self._learn_of_tiers(trust, computing, indexed - delivered[computing], admitted.brought_tokens)
         for believed in self._believed.pop(request_id, ()):
             self._compare(believed, hashes, delivered[believed.rank])
         for rank in delivered:
@@ -165,13 +169,13 @@ class Outcomes:
         key = source.id.key
         return _Believed(key, source.matched_tokens // self._block, key in self.telling, self._progress(key))
 
-    def _learn_of_tiers(self, rank: RankKey, expected: int, brought_tokens: int) -> None:
+    def _learn_of_tiers(self, trust: Trust, rank: RankKey, expected: int, brought_tokens: int) -> None:
         """Learn how far the index can be trusted about what lies below the rank's pool.
 
         It is not corrected: what was too slow to be brought up is there all the same.
         """
         tolerated = min(expected, brought_tokens + self._block)
-        self._balance.tier_trust.observe(rank, expected, tolerated, self._balance.clock())
+        trust.observe(rank, expected, tolerated, self._balance.clock())
 
     def _learn_from(
         self, promised: _Believed, computing: RankKey, hashes: Sequence[BlockHash], pulled: Pulled

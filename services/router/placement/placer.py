@@ -128,6 +128,7 @@ class Placer:
         self.outcomes.cacheless = frozenset(rank.id.key for rank in ranks if NO_CACHE in rank.capabilities)
         telling = frozenset(rank.id.key for rank in ranks if rank.reports_checkpoints)
         self._hits.telling = self.outcomes.telling = telling
+        self._hits.sharing = {rank.id.key: rank.shared_files for rank in ranks if rank.shared_files}
         self.outcomes.lending = self._sources.set_ranks(ranks if self._settings.pulls else ())
 
     @property
@@ -320,6 +321,8 @@ class Placer:
             yield from islice((key for key in own if snapshot.may_serve(key, side.ranks[key])), _LEAST_LOADED)
         if self._hits.telling and few:
             yield from self._resuming(side, order, snapshot, few[0])
+        if (shared := snapshot.shared(self._hits.sharing)) is not None:
+            yield from shared.readers(order, lambda key: snapshot.may_serve(key, side.ranks[key]))
         below = snapshot.below()
         for held in (snapshot.held(),) if below is None else (snapshot.held(), below):
             yield from self._holding(side, order, snapshot, held, frozenset())

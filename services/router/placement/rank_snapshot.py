@@ -9,9 +9,9 @@ of the KV layouts in a cluster (`common_layout`).
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from services.router.placement import exclusion
 from services.router.placement.candidates import Asked, Brought
 from services.router.ranks.balance import Balance, RankNow
 from services.router.ranks.predictions import Guessed
+from services.router.ranks.rank_order import LoadOrder
 from services.values.adapter import Adapter
 from services.values.kv import KvLayout
 from services.values.rank import RankKey, Role
@@ -28,6 +29,7 @@ from services.values.rank_reports import RankLoad, Registration
 
 # A tier of which nothing was read yet is assumed to be read so fast.
 _MEMORY_BYTES_PER_S, _FILE_BYTES_PER_S = 4e9, 5e8
+_LOOK_S = 0.01  # A rank may first have to look what others' files hold.
 # Ranks whose measured rates differ by less are taken to be equally fast.
 _RATE_NOISE = 0.1
 
@@ -93,6 +95,7 @@ class RankSnapshot:
         "_index",
         "_is_connected",
         "_now",
+        "_shared",
         "asked",
     )
 
@@ -116,6 +119,7 @@ class RankSnapshot:
         self._held: Held | None = None
         self._below: HeldBelow | None = None
         self._guessed: Guessed | None = None
+        self._shared: SharedFiles | None = None
 
     def now(self, key: RankKey) -> RankNow:
         now = self._now.get(key)
@@ -146,6 +150,12 @@ class RankSnapshot:
             if not index.is_empty and (below := index.held_below(self.asked.hashes)).has_holders:
                 self._below = below
         return self._below
+
+    def shared(self, groups: Mapping[RankKey, str]) -> "SharedFiles | None":
+        """Return what ranks that share files may bring up; None where none do, or nobody holds anything."""
+        if self._shared is None and groups and (below := self.below()) is not None:
+            self._shared = SharedFiles(below, groups, self.asked)
+        return self._shared
 
     def guessed(self) -> Guessed:
         if self._guessed is None:
@@ -220,6 +230,12 @@ def _bring_s(load: RankLoad, layout: KvLayout, num_tokens: int, file_tokens: int
     return (in_memory_s + in_files_s) * layout.page_bytes / layout.page_size
 
 
+def _shared_s(load: RankLoad, layout: KvLayout, num_tokens: int) -> float:
+    """Return the time to bring up so many tokens from other ranks' files."""
+    bytes_per_s = load.shared_tier_bytes_per_s or load.file_tier_bytes_per_s or _FILE_BYTES_PER_S
+    return _LOOK_S + num_tokens * layout.page_bytes / layout.page_size / bytes_per_s
+
+
 def _point_s(load: RankLoad, layout: KvLayout, position: int) -> float:
     """Return the time to bring up the checkpoint at `position`, if the layout has such, from the nearest
     tier."""
@@ -238,9 +254,44 @@ def back_s(below: PrefixIndex | None, rank: Registration, load: RankLoad) -> flo
     return rank.layout.page_bytes / rank.layout.page_size / bytes_per_s
 
 
+class SharedFiles:
+    """Ranks that read the same directory bring up what any of their files holds. Depths are in blocks."""
+
+    __slots__ = ("_asked", "_below", "_files", "_groups", "_points")
+
+    def __init__(self, below: HeldBelow, groups: Mapping[RankKey, str], asked: Asked) -> None:
+        """`groups` have the same value for ranks that share files."""
+        self._below, self._groups, self._asked = below, groups, asked
+        self._files = below.files_by_group(groups)
+        self._points: list[tuple[int, frozenset[RankKey]]] | None = None
+
+    def end(self, key: RankKey, own: int) -> int:
+        """Return how much the rank finds, if its own tiers hold the first `own` blocks."""
+        files = self._files.get(self._groups.get(key, ""))
+        return own if files is None else self._below.reach(files, own)
+
+    def readers(self, order: LoadOrder, may_serve: Callable[[RankKey], bool]) -> Iterator[RankKey]:
+        """Yield of each group whose files hold anything the first rank in the order that may serve."""
+        for group in self._files:
+            members = (key for key in order if self._groups.get(key) == group)
+            yield from islice(filter(may_serve, members), 1)
+
+    def checkpoint(self, key: RankKey, end: int) -> int:
+        """Return the depth of the deepest checkpoint of ranks that share files with this one, up to `end`; 0
+        without any."""
+        if self._points is None:
+            self._points = list(self._below.checkpoints.along(self._asked.hashes))
+        group = self._groups[key]
+        for depth, ranks in self._points:
+            if depth <= end and any(self._groups.get(rank) == group for rank in ranks):
+                return depth
+        return 0
+
+
 class Hits:
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
         self.telling: frozenset[RankKey] = frozenset()  # ranks that report their checkpoints
+        self.sharing: Mapping[RankKey, str] = {}  # ranks that share files, by the directory's name
         self._index = index
         self._balance = balance
         self._block = index_block
@@ -267,37 +318,78 @@ class Hits:
             few, depth = below.few, below.depth
             furthest = {key: asked.most_reused // block for key, _, _ in found if key in telling}
             deepest_below = below.checkpoints.deepest(asked.hashes, furthest) if furthest else {}
+            shared = snapshot.shared(self.sharing)
             for at, (key, rank, _) in enumerate(found):
                 hit = hits[at]
                 if key in telling:
                     kept, has = deepest_below.get(key, 0) * block, hit.resume or 0
                 else:
                     kept, has = (few.get(key, 0) if few is not None else depth(key)) * block, hit.worth
-                if kept > has:
-                    hits[at] = hit._replace(brought=self._brought(rank, hit, kept, has, snapshot, below))
+                brought = None
+                if shared is not None and key in self.sharing:
+                    brought = self._brought_shared(rank, hit, kept, has, snapshot, below, shared)
+                if brought is None and kept > has:
+                    brought = self._brought(rank, hit, kept, has, kept, snapshot, below)
+                if brought is not None:
+                    hits[at] = hit._replace(brought=brought)
         return hits
 
+    def _brought_shared(
+        self,
+        rank: Registration,
+        hit: Hit,
+        kept: int,
+        has: int,
+        snapshot: RankSnapshot,
+        below: HeldBelow,
+        shared: SharedFiles,
+    ) -> Brought | None:
+        """Return what it would bring up from its own tiers and others' files together, where that is more
+        than the `kept` tokens."""
+        key, block = rank.id.key, self._block
+        own = below.depth(key)
+        if (end := shared.end(key, own)) > own and key in self.telling:
+            end = shared.checkpoint(key, min(end, snapshot.asked.most_reused // block))
+        if end * block <= max(kept, has, own * block):
+            return None
+        return self._brought(rank, hit, end * block, has, own * block, snapshot, below)
+
     def _brought(
-        self, rank: Registration, hit: Hit, kept: int, has: int, snapshot: RankSnapshot, below: HeldBelow
+        self,
+        rank: Registration,
+        hit: Hit,
+        kept: int,
+        has: int,
+        own: int,
+        snapshot: RankSnapshot,
+        below: HeldBelow,
     ) -> Brought | None:
         """Return what the rank would bring up of the `kept` tokens, where it `has` so many without that; None
         if it would take no less time than computing, for then it computes.
 
-        Up to a checkpoint below, some pages may be in its pool.
+        Behind the first `own` tokens they are in others' files. Up to a checkpoint below, some pages may be
+        in its pool.
         """
         key, matched = rank.id.key, min(kept, snapshot.asked.most_reused)
         now = snapshot.now(key)
         if now.load.tiers_off or matched <= has:
             return None
-        trust, clock = self._balance.tier_trust, self._balance.clock()
-        tokens = has + trust.worth(key, matched - has, clock)
+        is_shared = matched > max(own, has, hit.worth)
+        trust = self._balance.shared_trust if is_shared else self._balance.tier_trust
+        tokens = has + trust.worth(key, matched - has, self._balance.clock())
         in_pool = min(max(has, hit.worth), tokens)
-        file_tokens = below.in_files(key, in_pool // self._block, -(-tokens // self._block)) * self._block
-        bring_s = _bring_s(now.load, rank.layout, tokens - in_pool, min(file_tokens, tokens - in_pool))
+        own_end = max(in_pool, min(own, tokens))
+        file_tokens = below.in_files(key, in_pool // self._block, -(-own_end // self._block)) * self._block
+        bring_s = _bring_s(now.load, rank.layout, own_end - in_pool, min(file_tokens, own_end - in_pool))
         bring_s += _point_s(now.load, rank.layout, tokens)
+        if tokens > own_end:
+            shared_s = _shared_s(now.load, rank.layout, tokens - own_end)
+            if shared_s * now.tokens_per_s >= tokens - own_end:
+                return None
+            bring_s += shared_s
         if bring_s * now.tokens_per_s >= tokens - has:
             return None
-        return Brought(tokens, matched, bring_s)
+        return Brought(tokens, matched, bring_s, tokens - own_end)
 
     def _resumed(
         self, telling: dict[RankKey, int], snapshot: RankSnapshot, now: float

@@ -75,6 +75,7 @@ class Balance:
         self.there = Predictions()  # Ranks have computed it, and their events have perhaps not come yet.
         self.trust = Trust()
         self.tier_trust = Trust()  # This is of what lies below pools.
+        self.shared_trust = Trust()  # This is of what ranks read in others' files.
         self.resume_trust = Trust()  # Only ranks that report checkpoints have this.
         self.changed: Callable[[RankKey], None] = _ignore_change
         self._chunk_tokens = chunk_tokens
@@ -280,6 +281,7 @@ class Balance:
         self.trust.forget(rank)
         self.resume_trust.forget(rank)
         self.tier_trust.forget(rank)
+        self.shared_trust.forget(rank)
 
     # -- soon to be cached ------------------------------------------------------------------------
 

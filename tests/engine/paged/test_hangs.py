@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -227,6 +228,17 @@ async def test_a_tier_whose_disk_fails_at_the_start_is_left_out_and_counted(tmp_
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kv_tier_left_out")]
     # Both ranks of the two pairs say so.
     assert len(said) >= 2 and all(f"{tmp_path}" in each and "Input/output error" in each for each in said)
+
+
+async def test_ranks_say_by_one_name_that_they_share_files(tmp_path, monkeypatch, caplog):
+    settings = replace(FAKE, kv_tier=(f"{tmp_path}:1MiB",), kv_tier_shared="on")
+    async with Pair(settings) as pair, Pair(replace(settings, kv_tier_shared="off")) as alone:
+        assert pair.decode.shared_files == pair.prefill.shared_files != ""
+        assert alone.decode.shared_files == ""
+    monkeypatch.setattr(tiers, "name_of", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    async with Pair(settings) as pair:  # They read each other's files all the same, and routers do not know.
+        assert pair.decode.has_tiers and pair.decode.shared_files == ""
+    assert "kv_tier_shared_without_name" in caplog.text
 
 
 async def test_a_tier_whose_disk_answers_again_is_used_again(caplog):

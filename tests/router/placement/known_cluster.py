@@ -85,6 +85,12 @@ class Router:
         points = [HASHES[depth - 1] for depth in resumable]
         self.below.apply_snapshot(rank.id, HASHES[:num_blocks], points, [HASHES[at] for at in files])
 
+    def share(self, groups: Sequence[str]) -> None:
+        """The decode ranks that say the same, and not "", read each other's files."""
+        pairs = zip(self.decodes, groups, strict=True)
+        self.decodes = [replace(rank, shared_files=group) for rank, group in pairs]
+        self.placer.set_ranks(self.decodes, self.prefills)
+
     def waits(self, rank: Registration, tokens: int, **load: object) -> None:
         load = {"books": ROOMY, "step_s": 0.01, "prefill_tokens_per_s": 10_000.0, **load}
         self.balance.report(rank.id.key, RankLoad(pending_tokens=tokens, **load))

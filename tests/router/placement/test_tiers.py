@@ -17,6 +17,8 @@ BYTES_PER_TOKEN = LAYOUT.page_bytes / LAYOUT.page_size
 WHOLE = 40 * BLOCK
 # Memory is read faster than the ranks compute (10,000 tokens/s), files less so.
 READ = {"memory_tier_bytes_per_s": 4e9, "file_tier_bytes_per_s": 1e9}
+SHARED_READ = READ | {"shared_tier_bytes_per_s": 8e8}
+LOOK_S = 0.01
 
 
 def bring_s(num_tokens: int, bytes_per_s: float) -> float:
@@ -227,5 +229,115 @@ def test_what_is_found_is_what_pools_and_tiers_hold_as_plain_sets(held):
     hits = Hits(router.index, router.balance, BLOCK).of(found, snapshot)
     got = [
         (hit.worth, 0.0) if hit.brought is None else (hit.brought.tokens, hit.brought.bring_s) for hit in hits
+    ]
+    assert got == expected
+
+
+def test_a_rank_is_chosen_for_what_others_files_hold(subtests):
+    router = Router(4, 0)
+    router.share(["a", "a", "b", ""])
+    owner, reader, *_ = router.decodes
+    for rank in router.decodes:
+        router.waits(rank, 0, **SHARED_READ)
+    router.keeps(owner, 40, range(40))
+    with subtests.test("its owner is the home, as if nobody shared"):
+        assert router.place().chosen.decode.id == owner.id
+        assert router.place().reason == "longest_prefix"
+    with subtests.test("whoever shares the directory comes next, at the price of reading there"):
+        router.waits(owner, 20_000, **SHARED_READ)
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.reused_tokens) == (reader.id, WHOLE)
+        assert chosen.brought.shared_tokens == WHOLE and chosen.decode.held_tokens == 0
+        assert dict(chosen.terms)["bring"] == pytest.approx(LOOK_S + bring_s(WHOLE, 8e8))
+    with subtests.test("also of ranks that leave"):
+        router.decodes[0] = replace(owner, draining=True)
+        router.placer.set_ranks(router.decodes, ())
+        assert router.place().chosen.decode.id == reader.id
+    with subtests.test("a rank that reads more slowly than it computes computes"):
+        router.waits(reader, 0, shared_tier_bytes_per_s=BYTES_PER_TOKEN * 9_000)
+        assert all(way.brought is None for way in router.place().ranked if way.decode.id != owner.id)
+    with subtests.test("what is in its owner's memory is nobody else's"):
+        router.waits(reader, 0, **SHARED_READ)
+        router.keeps(owner, 40, range(10, 40))
+        assert all(way.brought is None for way in router.place().ranked if way.decode.id != owner.id)
+    with subtests.test("but for who holds that itself"):
+        router.keeps(reader, 10)
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.brought.shared_tokens) == (reader.id, 30 * BLOCK)
+        assert chosen.decode.held_tokens == 10 * BLOCK
+        expected = LOOK_S + bring_s(10 * BLOCK, 4e9) + bring_s(30 * BLOCK, 8e8)
+        assert dict(chosen.terms)["bring"] == pytest.approx(expected)
+    with subtests.test("a model with states needs a checkpoint there, too"):
+        router = Router(2, 0, layout=HYBRID)
+        router.share(["a", "a"])
+        owner, reader = router.decodes
+        router.waits(owner, 60_000, **SHARED_READ)
+        router.waits(reader, 0, **SHARED_READ)
+        router.keeps(owner, 40, range(40))
+        assert router.place().chosen.brought is None
+        router.keeps(owner, 40, range(40), resumable=(10, 30))
+        chosen = router.place().chosen
+        assert (chosen.decode.id, chosen.brought.tokens) == (reader.id, 30 * BLOCK)
+    with subtests.test("of many ranks, one of those that share is among those that are priced"):
+        router = Router(60, 0)
+        router.share(["a" if number in (7, 37, 41) else "" for number in range(60)])
+        for number, rank in enumerate(router.decodes):
+            router.waits(rank, 100_000 if number == 7 else 10 * (60 - number))
+        router.keeps(router.decodes[7], 40, range(40))
+        assert router.place().chosen.decode.id == router.decodes[41].id
+
+
+def test_trust_in_others_files_is_apart():
+    router = Router(2, 0)
+    router.share(["a", "a"])
+    owner, reader = router.decodes
+    router.keeps(owner, 40, range(40))
+    router.waits(owner, 100_000)
+    router.waits(reader, 0, **SHARED_READ)
+    for number in range(6):  # Their owner overwrites them before they are read.
+        decision, hashes = router.place(), router.asked().hashes
+        assert decision.chosen.decode.id == reader.id
+        router.placer.sent(str(number), hashes, WHOLE + 7, decision)
+        router.placer.outcomes.admitted(str(number), hashes, decision.chosen, admitted(0))
+        router.placer.outcomes.ended(str(number))
+        router.balance.predictions.forget(reader.id.key)
+    trusts = router.balance.tier_trust, router.balance.shared_trust
+    assert [trust.of(reader.id.key, router.now) < 1.0 for trust in trusts] == [False, True]
+    brought = router.place().chosen.brought
+    assert brought is None or brought.tokens < WHOLE
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(0, 40)] * 3, st.sampled_from(["", "a", "b"])), min_size=1, max_size=6)
+)
+def test_what_others_files_hold_is_found_as_in_plain_sets(held):
+    router = Router(len(held), 0)
+    router.share([group for *_, group in held])
+    files = {}
+    for rank, (pool, below, in_memory, group) in zip(router.decodes, held, strict=True):
+        router.holds(rank, pool)
+        router.keeps(rank, below, range(min(in_memory, below), below))
+        router.waits(rank, 0, **SHARED_READ)
+        files.setdefault(group, set()).update(range(min(in_memory, below), below))
+    expected = []
+    for pool, below, in_memory, group in held:
+        end = below
+        while group and end in files[group]:
+            end += 1
+        shared = max(0, end - max(pool, below))
+        shared_s = LOOK_S + bring_s(shared * BLOCK, 8e8)
+        if not shared or shared_s * 10_000 >= shared * BLOCK:
+            shared, shared_s = 0, 0.0
+        own = range(pool, max(pool, below))
+        took_s = shared_s + sum(bring_s(BLOCK, 4e9 if at < in_memory else 1e9) for at in own)
+        expected.append(((max(pool, below) + shared) * BLOCK, shared * BLOCK, pytest.approx(took_s)))
+    snapshot = RankSnapshot(router.asked(), router.balance, router.index, lambda rank: True, {}, router.below)
+    found = [(rank.id.key, rank, snapshot.held().depth(rank.id.key)) for rank in router.decodes]
+    got = [
+        (hit.worth, 0, 0.0)
+        if (brought := hit.brought) is None
+        else (brought.tokens, brought.shared_tokens, brought.bring_s)
+        for hit in router.placer._hits.of(found, snapshot)
     ]
     assert got == expected

@@ -24,7 +24,7 @@ from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
 from services.tier.copies import Clock, HostStaging, LoadEnd, Staging
-from services.tier.shared import SharedFiles
+from services.tier.shared import SharedFiles, name_of
 from services.tier.slab import (
     FileCalls,
     Slab,
@@ -166,7 +166,21 @@ def _others_files(
     own = next((slab for (slab, _), is_file in zip(found, in_files, strict=True) if is_file), None)
     if not settings.shares or own is None:
         return None
-    return SharedFiles(Path(own.name).parent.parent, settings.rank, own.shape, settings.calls)
+    directory = Path(own.name).parent.parent
+    return SharedFiles(
+        directory, settings.rank, own.shape, settings.calls, _name_in_time(settings, directory)
+    )
+
+
+def _name_in_time(settings: TierSettings, directory: Path) -> str:
+    """Return the name of a directory that ranks share; empty where it has none, so that routers do not know
+    who reads what is there."""
+    try:
+        limit_s = settings.call_limit_s
+        return while_it_answers(lambda _: name_of(directory), settings.calls, limit_s, lambda _: None)
+    except (OSError, TierHangs) as error:
+        event(log, "kv_tier_shared_without_name", level=logging.WARNING, where=directory, why=str(error))
+        return ""
 
 
 def _open_in_time(settings: TierSettings, place: TierPlace, shape: SlabShape) -> _Opened | None:

@@ -188,6 +188,10 @@ class TransferringEngine(PagedEngine):
         return await self._pulling.pull(seq, mailbox, reserved, source)
 
     @property
+    def shared_files(self) -> str:
+        return "" if self._tiers is None else self._tiers.shared_files
+
+    @property
     def hands_over(self) -> HandsOver | None:
         return TakingOver(self) if self.lends and self.pulls else None
 

@@ -117,6 +117,7 @@ class SglangRank:
             yield await events.get()
 
     has_tiers = False
+    shared_files = ""
 
     async def below_events(self) -> AsyncIterator[CacheEvents]:
         """Yield nothing: it has no tiers."""

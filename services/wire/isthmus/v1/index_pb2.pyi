@@ -19,7 +19,7 @@ class Schema(_message.Message):
     def __init__(self, version: _Optional[int] = ..., index_block: _Optional[int] = ..., hash_scheme: _Optional[str] = ...) -> None: ...
 
 class Registration(_message.Message):
-    __slots__ = ("role", "address", "layout", "model", "max_context_tokens", "capabilities", "total_pages", "model_path", "engine", "draining", "handshake_version", "model_context_tokens", "adapters")
+    __slots__ = ("role", "address", "layout", "model", "max_context_tokens", "capabilities", "total_pages", "model_path", "engine", "draining", "handshake_version", "model_context_tokens", "adapters", "shared_files")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class Registration(_message.Message):
     HANDSHAKE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FILES_FIELD_NUMBER: _ClassVar[int]
     role: _common_pb2.Role
     address: _common_pb2.RankAddress
     layout: _handshake_pb2.KvLayout
@@ -46,7 +47,8 @@ class Registration(_message.Message):
     handshake_version: int
     model_context_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[_common_pb2.Adapter]
-    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., layout: _Optional[_Union[_handshake_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., total_pages: _Optional[int] = ..., model_path: _Optional[str] = ..., engine: _Optional[str] = ..., draining: _Optional[bool] = ..., handshake_version: _Optional[int] = ..., model_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    shared_files: str
+    def __init__(self, role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., layout: _Optional[_Union[_handshake_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., total_pages: _Optional[int] = ..., model_path: _Optional[str] = ..., engine: _Optional[str] = ..., draining: _Optional[bool] = ..., handshake_version: _Optional[int] = ..., model_context_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_common_pb2.Adapter, _Mapping]]] = ..., shared_files: _Optional[str] = ...) -> None: ...
 
 class PrefixHead(_message.Message):
     __slots__ = ("generation", "epoch", "base_seq", "snapshot_chunks", "age_s")

@@ -403,6 +403,8 @@ def test_what_another_rank_keeps_in_its_file_is_read_and_not_computed(tmp_path, 
         rank, counts = other()
         assert (counts.tokens_shared, counts.hits, counts.loads) == (4 * BLOCK, 1, {"whole": 1})
         assert rank.computed_tokens == 40 - 4 * BLOCK + 2
+        load = rank.tiers.rated(RankLoad())
+        assert load.shared_tier_bytes_per_s > 0 == load.file_tier_bytes_per_s
     with subtests.test("likewise a checkpoint"):
         carried, longer = (fake_window(30), fake_state(20)), prompt_of(1, 43)
         with_stored(longer, shared=(tmp_path, "c.0"), carried=carried, num_slots=(300,))
