@@ -19,6 +19,9 @@ conversation comes again. TTFT counts from the submission.
     router knows       two clusters of 4 decode ranks of the fake engine (.5 ms a token), each with a tier,
                        whose pools hold a third of the conversations; the requests name no conversation. The
                        router of the side "without" does not hear what lies below the pools
+    router, shared     the same, with files that two ranks each share; before each turn another rank is
+                       drained, and what its conversations cost elsewhere counts. The router of the side
+                       "without" does not hear who shares
 
 Only ratios of one run say anything. Where answers of the two sides differ, prompts were computed in other
 chunks, and two tokens were next to equally likely: how often is told.
@@ -38,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -50,6 +54,7 @@ from services.engine.paged.shell.tiers import TierSettings
 from services.etcd.embedded import EmbeddedEtcd
 from services.tier.slab import FileCalls
 from services.values.rank import Generation, Plan, RankId
+from services.values.rank_reports import Registration
 from services.values.request import GenerationRequest, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import Finish
 
@@ -70,6 +75,7 @@ class Cell:
 
 
 KNOWS = Cell("router knows", 3.0, 3.0)
+KNOWS_SHARED = Cell("router, shared", 3.0, 2.0, in_file=True, moves=True)
 CELLS = (
     Cell("agents 1.3x", 1.3, 5.0),
     Cell("agents 3x", 3.0, 5.0),
@@ -80,6 +86,7 @@ CELLS = (
     Cell("all fits", 0.8, 0.98),
     Cell("restart", 1.3, 5.0, restarts=True),
     KNOWS,
+    KNOWS_SHARED,
 )
 
 
@@ -168,6 +175,7 @@ class RoutedSide:
 
     cluster: FakeCluster
     turns: list[Finish] = field(default_factory=list)
+    homes: dict[int, str] = field(default_factory=dict)  # The ranks of conversations.
 
     def hear_of_pools_alone(self) -> None:
         async def ignore(key: object, change: object) -> None:
@@ -176,38 +184,85 @@ class RoutedSide:
         [router] = self.cluster.routers
         vars(router.mirror.below)["apply"] = ignore
 
-    async def ask(self, ids: Sequence[int], max_tokens: int, *, measured: bool) -> list[int]:
+    def hear_of_no_sharing(self) -> None:
+        placer = self.cluster.routers[0].cluster._placer
+        set_ranks = placer.set_ranks
+
+        def set_alone(*roles: Sequence[Registration]) -> None:
+            set_ranks(*([replace(rank, shared_files="") for rank in ranks] for ranks in roles))
+
+        vars(placer)["set_ranks"] = set_alone
+        placer._hits.sharing = {}
+
+    async def drain_another(self, turn: int) -> str:
+        """Put the rank back that was drained before, and return the one that is now."""
+        names: list[str] = sorted(self.cluster.ranks)
+        before, drained = names[(turn - 1) % len(names)], names[turn % len(names)]
+        if turn > 1:
+            await self.cluster.ranks[before].intake.undrain()
+        await self.cluster.ranks[drained].intake.drain()
+        return drained
+
+    async def ask(
+        self, ids: Sequence[int], max_tokens: int, number: int, *, measured: bool, drained: str = ""
+    ) -> list[int]:
+        """If a rank is drained, what was there alone is measured."""
         tokens, finish = await self.cluster.generate(list(ids), max_tokens, timeout=120)
-        if measured:
+        if measured and (not drained or self.homes[number] == drained):
             self.turns.append(finish)
+        home = finish.placement.decode
+        self.homes[number] = f"{home.worker}/{home.rank}"
         return list(tokens)
 
 
-async def measure_routed(load: Load, model: Path, directory: Path, prompt_token_s: float, seed: int) -> Row:
+class SharingPairs(FakeCluster):
+    """Two of its ranks each have their files in one directory below `kv_tier`'s."""
+
+    async def start_rank(self, role: str, worker: str, index: int, port: int = 0, **settings: Any) -> None:
+        pair = int(worker.rpartition("-")[2]) // 2
+        tier = (f"{self.base.kv_tier[0].partition(':')[0]}/{pair}:16MiB",)
+        await super().start_rank(role, worker, index, port, kv_tier=tier, kv_tier_shared="on", **settings)
+
+
+async def measure_routed(
+    cell: Cell, load: Load, model: Path, directory: Path, prompt_token_s: float, seed: int
+) -> Row:
     etcd = EmbeddedEtcd(directory / "etcd")
     await etcd.start()
     try:
         async with AsyncExitStack() as stack:
             sides: dict[str, RoutedSide] = {}
             for name in SIDES:
-                cluster = _cluster(load, model, etcd.endpoint, name, prompt_token_s)
+                place = str(directory / name) if cell.in_file else "memory"
+                cluster = _cluster(cell, load, model, etcd.endpoint, name, place, prompt_token_s)
                 sides[name] = RoutedSide(await stack.enter_async_context(cluster))
-            sides["without"].hear_of_pools_alone()
+            if cell.moves:
+                sides["without"].hear_of_no_sharing()
+            else:
+                sides["without"].hear_of_pools_alone()
             rng = random.Random(seed)
             contexts = [_ids(rng, load.context) for _ in range(load.conversations)]
             for turn in range(1 + load.turns):
+                drained = dict.fromkeys(SIDES, "")
+                if cell.moves and turn > 0:
+                    drained = {name: await side.drain_another(turn) for name, side in sides.items()}
                 for number, context in enumerate(contexts):
                     ids = [*context, *_ids(rng, load.delta)]
                     for name in SIDES if (turn + number) % 2 == 0 else SIDES[::-1]:
-                        answer = await sides[name].ask(ids, load.answer, measured=turn > 0)
+                        side, measured = sides[name], turn > 0
+                        answer = await side.ask(
+                            ids, load.answer, number, measured=measured, drained=drained[name]
+                        )
                     contexts[number] = [*ids, *answer]
-        return _routed_row(sides)
+        return _routed_row(cell, sides)
     finally:
         await etcd.stop()
 
 
-def _cluster(load: Load, model: Path, etcd: str, side: str, prompt_token_s: float) -> FakeCluster:
-    return FakeCluster(
+def _cluster(
+    cell: Cell, load: Load, model: Path, etcd: str, side: str, place: str, prompt_token_s: float
+) -> FakeCluster:
+    return (SharingPairs if cell.moves else FakeCluster)(
         etcd,
         model,
         f"tiers-{side}",
@@ -217,15 +272,15 @@ def _cluster(load: Load, model: Path, etcd: str, side: str, prompt_token_s: floa
         page_size=PAGE,
         index_block=BLOCK,
         chunk_size=512,
-        kv_pages=max(load.pool_pages(4 * KNOWS.working_set), 2 * -(-load.longest // PAGE)),
-        kv_tier=("memory:16MiB",),
+        kv_pages=max(load.pool_pages(4 * cell.working_set), 2 * -(-load.longest // PAGE)),
+        kv_tier=(f"{place}:16MiB",),
         fake_prompt_token_s=prompt_token_s,
         pull="off",
     )
 
 
-def _routed_row(sides: dict[str, RoutedSide]) -> Row:
-    row: Row = {"cell": KNOWS.name, "requests": len(sides["with"].turns)}
+def _routed_row(cell: Cell, sides: dict[str, RoutedSide]) -> Row:
+    row: Row = {"cell": cell.name, "requests": len(sides["with"].turns)}
     ttft_s = {name: mean(turn.stages.first_token_s for turn in side.turns) for name, side in sides.items()}
     for name, side in sides.items():
         usages = [turn.usage for turn in side.turns]
@@ -356,9 +411,9 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
     with checkpoint(size, arguments.checkpoint) as model, TemporaryDirectory(dir=arguments.directory) as tier:
         for cell in CELLS:
             if arguments.only in cell.name:
-                if cell is KNOWS:
+                if cell in (KNOWS, KNOWS_SHARED):
                     routed = replace(load, conversations=12 if arguments.quick else 24)
-                    row = await measure_routed(routed, model, Path(tier), 0.0005, arguments.seed)
+                    row = await measure_routed(cell, routed, model, Path(tier), 0.0005, arguments.seed)
                 else:
                     row = await measure(cell, load, model, Path(tier), arguments.threads, arguments.seed)
                 print(table([row]), flush=True)
