@@ -9,10 +9,10 @@ holds no more and waits no less cannot be cheaper. The index names the ranks tha
 first few in the order, the first few of this router's share, and the pinned rank are always priced.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf
 from typing import TypeVar
 
 from services.index.read.prefix_index import Held, PrefixIndex
@@ -34,12 +34,15 @@ from services.router.placement.outcomes import Outcomes
 from services.router.placement.price import PriceWeights
 from services.router.placement.rank_snapshot import (
     Found,
-    Hit,
     Hits,
     Queue,
     RankSnapshot,
+    Seen,
+    as_decodes,
+    as_prefills,
     back_s,
     common_layout,
+    usual_rates,
 )
 from services.router.placement.sources import Holder, PullSources
 from services.router.ranks.balance import Balance
@@ -179,11 +182,11 @@ class Placer:
 
     def _check_waits(self, snapshot: RankSnapshot) -> None:
         asked = snapshot.asked
-        if asked.max_wait_s == math.inf:
+        if asked.max_wait_s == inf:
             return
         decodes, prefills = self._queues(self._decodes, snapshot), self._queues(self._prefills, snapshot)
         wait_s = waits_of(asked.plans).about_s(decodes, prefills, asked.max_wait_s)
-        if asked.max_wait_s < wait_s < math.inf:
+        if asked.max_wait_s < wait_s < inf:
             raise refusal(wait_s, asked.max_wait_s)
 
     def _queues(self, side: _Side, snapshot: RankSnapshot) -> Iterator[Queue]:
@@ -234,8 +237,8 @@ class Placer:
         asked = snapshot.asked
         receivers = find(self._receiving(asked), snapshot)
         senders = find(self._prefills, snapshot) if Plan.REMOTE in asked.plans else []
-        decodes = [self._as_decode(*each, snapshot) for each in self._seen(receivers, snapshot)]
-        prefills = [self._as_prefill(*each, snapshot) for each in self._seen(senders, snapshot)]
+        decodes = as_decodes(self._seen(receivers, snapshot), snapshot, self._decodes.own)
+        prefills = as_prefills(self._seen(senders, snapshot), snapshot, self._prefills.own)
         if holders := self._sources.holders(snapshot):
             prefills = [self._with_sources(prefill, holders) for prefill in prefills]
             if Plan.LOCAL in asked.plans:
@@ -340,17 +343,16 @@ class Placer:
         """Yield the ranks, without some, that hold more of the prompt than all before them."""
         longest, ranks = 0, iter(order)
         while num_deeper := held.num_beyond(longest):
-            holders: Iterable[RankKey]
-            if num_deeper > min(_SOME, len(order) // 2):  # One of the next in the order will hold it.
-                holders = (key for key in ranks if held.depth(key) > longest)
-            else:  # A rank before those that were chosen holds less.
-                holders = order.ascending(held.beyond(longest))
-            serving = (key for key in holders if snapshot.may_serve(key, side.ranks[key]))
-            deeper = next((key for key in serving if key not in without), None)
-            if deeper is None:
+            if num_deeper <= min(_SOME, len(order) // 2):
+                ranks = order.ascending(held.beyond(longest))
+            for key in ranks:  # Where many hold it, one of the next in the order does.
+                depth = held.depth(key)
+                if depth > longest and key not in without and snapshot.may_serve(key, side.ranks[key]):
+                    longest = depth
+                    yield key
+                    break
+            else:
                 return
-            longest = held.depth(deeper)
-            yield deeper
 
     def _resuming(
         self, side: _Side, order: LoadOrder, snapshot: RankSnapshot, least: RankKey
@@ -372,66 +374,9 @@ class Placer:
                 if taken == least:
                     break
 
-    def _seen(self, found: Sequence[Found], snapshot: RankSnapshot) -> Iterator[tuple[Found, Hit, float]]:
-        return zip(found, self._hits.of(found, snapshot), snapshot.rates(found), strict=True)
-
-    def _as_decode(self, found: Found, hit: Hit, rate: float, snapshot: RankSnapshot) -> DecodeCandidate:
-        key, rank, _ = found
-        page_size, (matched, worth, matched_resume, resume, brought) = rank.layout.page_size, hit
-        now = snapshot.now(key)
-        load, pending_tokens, queued, running, _, _ = now
-        books = load.books
-        # The arguments are positional, because keywords take twice as long and there are twenty of them.
-        return DecodeCandidate(
-            rank.address.id,
-            worth,  # hit_tokens
-            pending_tokens,
-            rate,
-            running,
-            load.token_s,
-            books.free * page_size,
-            books.cached * page_size,  # evictable_tokens
-            snapshot.exclusion(key, rank),
-            queued,
-            matched,
-            load.waiting_tokens,
-            key in self._decodes.own,
-            snapshot.queue_wait_s(key) if load.waiting else 0.0,
-            now.compute_wait_s,
-            rank.max_context_tokens,
-            snapshot.receives(key),
-            resume,
-            matched_resume,
-            load.tokens_per_step,
-            (),  # sources
-            brought,
-            back_s(self._below, rank, load),
-        )
-
-    def _as_prefill(self, found: Found, hit: Hit, rate: float, snapshot: RankSnapshot) -> PrefillCandidate:
-        key, rank, _ = found
-        page_size, (matched, worth, matched_resume, resume, brought) = rank.layout.page_size, hit
-        now = snapshot.now(key)
-        books = now.load.books
-        return PrefillCandidate(
-            rank.address.id,
-            worth,  # hit_tokens
-            now.pending_tokens,
-            rate,  # prefill_tokens_per_s
-            books.free * page_size,
-            books.cached * page_size,  # evictable_tokens
-            snapshot.exclusion(key, rank),
-            now.queued,
-            matched,
-            key in self._prefills.own,
-            now.compute_wait_s,
-            rank.max_context_tokens,
-            resume,
-            matched_resume,
-            (),  # sources
-            brought,
-            back_s(self._below, rank, now.load),
-        )
+    def _seen(self, found: Sequence[Found], snapshot: RankSnapshot) -> Iterator[Seen]:
+        nows = [snapshot.now(key) for key, _, _ in found]
+        return zip(found, self._hits.of(found, snapshot), nows, usual_rates(nows), strict=True)
 
     def _holds_most(self, rank: Registration) -> bool:
         return rank.role is Role.DECODE and rank.max_context_tokens == self._longest_tokens
@@ -442,7 +387,7 @@ class Placer:
         hashes: Sequence[BlockHash],
         prompt_tokens: int,
         decision: Decision,
-        reusable_tokens: float = math.inf,
+        reusable_tokens: float = inf,
     ) -> None:
         arrivals = self._decode_arrivals if decision.chosen.prefill is None else self._prefill_arrivals
         arrivals.add(self._balance.clock())

@@ -7,7 +7,6 @@ rank that reports its checkpoints can go on computing only at one of them, even 
 of the KV layouts in a cluster (`common_layout`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import NamedTuple
 from services.index.read.prefix_index import Held, HeldBelow, PrefixIndex, deepest
 from services.kv.tails import carried_bytes
 from services.router.placement import exclusion
-from services.router.placement.candidates import Asked, Brought
+from services.router.placement.candidates import Asked, Brought, DecodeCandidate, PrefillCandidate
 from services.router.ranks.balance import Balance, RankNow
 from services.router.ranks.predictions import Guessed
 from services.router.ranks.rank_order import LoadOrder
@@ -78,6 +77,18 @@ def common_adapters(decodes: Sequence[Registration], prefills: Sequence[Registra
     return {adapter.name: adapter for adapter in sorted(receivers, key=pairs)}
 
 
+def usual_rates(nows: Sequence[RankNow]) -> list[float]:
+    """Return how fast each of these ranks computes prompts; those about as fast as most are equally fast.
+
+    Otherwise the rank that measured a little more than other idle ones would be the cheapest again and
+    again, and the pools of the others would be of no use.
+    """
+    rates = [now.tokens_per_s for now in nows]
+    usual = sorted(rates)[len(rates) // 2] if rates else 0.0
+    least, most = usual * (1 - _RATE_NOISE), usual * (1 + _RATE_NOISE)
+    return [usual if least <= rate <= most else rate for rate in rates]
+
+
 class RankSnapshot:
     """A snapshot belongs to one request and is valid as long as nothing changes.
 
@@ -88,15 +99,16 @@ class RankSnapshot:
         "_apart",
         "_balance",
         "_below",
-        "_below_index",
         "_excluded",
         "_guessed",
+        "_has_looked_below",
         "_held",
         "_index",
         "_is_connected",
         "_now",
         "_shared",
         "asked",
+        "tiers",
     )
 
     def __init__(
@@ -115,7 +127,9 @@ class RankSnapshot:
         self._apart = apart
         self._now: dict[RankKey, RankNow] = {}
         self._excluded: dict[RankKey, str] = {}
-        self._below_index = below
+        # None means that no rank has records of its tiers.
+        self.tiers = below if below is not None and not below.is_empty else None
+        self._has_looked_below = False
         self._held: Held | None = None
         self._below: HeldBelow | None = None
         self._guessed: Guessed | None = None
@@ -127,17 +141,6 @@ class RankSnapshot:
             now = self._now[key] = self._balance.now(key)
         return now
 
-    def rates(self, found: "Sequence[Found]") -> list[float]:
-        """Return how fast each of these ranks computes prompts; those about as fast as most are equally fast.
-
-        Otherwise the rank that measured a little more than other idle ones would be the cheapest again and
-        again, and the pools of the others would be of no use.
-        """
-        rates = [self.now(key).tokens_per_s for key, _, _ in found]
-        usual = sorted(rates)[len(rates) // 2] if rates else 0.0
-        least, most = usual * (1 - _RATE_NOISE), usual * (1 + _RATE_NOISE)
-        return [usual if least <= rate <= most else rate for rate in rates]
-
     def held(self) -> Held:
         if self._held is None:
             self._held = self._index.held(self.asked.hashes)
@@ -145,10 +148,9 @@ class RankSnapshot:
 
     def below(self) -> HeldBelow | None:
         """Return who holds anything of the prompt below its pool; None where nobody does."""
-        if self._below_index is not None:
-            index, self._below_index = self._below_index, None
-            if not index.is_empty and (below := index.held_below(self.asked.hashes)).has_holders:
-                self._below = below
+        if not self._has_looked_below and self.tiers is not None:
+            self._has_looked_below, below = True, self.tiers.held_below(self.asked.hashes)
+            self._below = below if below.has_holders else None
         return self._below
 
     def shared(self, groups: Mapping[RankKey, str]) -> "SharedFiles | None":
@@ -243,13 +245,13 @@ def _point_s(load: RankLoad, layout: KvLayout, position: int) -> float:
     return carried_bytes(layout, position) / bytes_per_s
 
 
-def back_s(below: PrefixIndex | None, rank: Registration, load: RankLoad) -> float:
+def back_s(tiers: PrefixIndex | None, rank: Registration, load: RankLoad) -> float:
     """Return the time to bring a token back up that the rank evicts, or infinity where no tier keeps it.
 
     A rank with anything below its pool stores what it may have to evict, in its nearest tier.
     """
-    if below is None or below.is_empty or load.tiers_off or not below.num_blocks(rank.id.key):
-        return math.inf
+    if tiers is None or load.tiers_off or not tiers.num_blocks(rank.id.key):
+        return inf
     bytes_per_s = load.memory_tier_bytes_per_s or load.file_tier_bytes_per_s or _FILE_BYTES_PER_S
     return rank.layout.page_bytes / rank.layout.page_size / bytes_per_s
 
@@ -288,6 +290,86 @@ class SharedFiles:
         return 0
 
 
+# It is a rank that was found, with its hit, its load, and how fast it is taken to be.
+Seen = tuple[Found, Hit, RankNow, float]
+
+
+def as_decodes(
+    seen: Iterable[Seen], snapshot: RankSnapshot, own: Container[RankKey]
+) -> list[DecodeCandidate]:
+    excluded, receives = snapshot.exclusion, snapshot.receives
+    tiers, prompt_tokens = snapshot.tiers, snapshot.asked.prompt_tokens
+    # The arguments are positional, because keywords take twice as long and there are twenty of them.
+    return [
+        DecodeCandidate(
+            rank.address.id,
+            worth,  # hit_tokens
+            pending_tokens,
+            rate,
+            running,
+            load.token_s,
+            (free := load.books.free * rank.layout.page_size),
+            load.books.cached * rank.layout.page_size,  # evictable_tokens
+            excluded(key, rank),
+            queued,
+            matched,
+            load.waiting_tokens,
+            key in own,
+            snapshot.queue_wait_s(key) if load.waiting else 0.0,
+            pending_tokens / tokens_per_s if is_measured else 0.0,  # compute_wait_s
+            rank.max_context_tokens,
+            receives(key),
+            resume,
+            matched_resume,
+            load.tokens_per_step,
+            (),  # sources
+            brought,
+            # Where all of it fits in free pages nothing is evicted.
+            inf if tiers is None or prompt_tokens <= free else back_s(tiers, rank, load),
+        )
+        for (
+            (key, rank, _),
+            (matched, worth, matched_resume, resume, brought),
+            (load, pending_tokens, queued, running, tokens_per_s, is_measured),
+            rate,
+        ) in seen
+    ]
+
+
+def as_prefills(
+    seen: Iterable[Seen], snapshot: RankSnapshot, own: Container[RankKey]
+) -> list[PrefillCandidate]:
+    excluded, tiers, prompt_tokens = snapshot.exclusion, snapshot.tiers, snapshot.asked.prompt_tokens
+    return [
+        PrefillCandidate(
+            rank.address.id,
+            worth,  # hit_tokens
+            pending_tokens,
+            rate,  # prefill_tokens_per_s
+            (free := load.books.free * rank.layout.page_size),
+            load.books.cached * rank.layout.page_size,  # evictable_tokens
+            excluded(key, rank),
+            queued,
+            matched,
+            key in own,
+            pending_tokens / tokens_per_s if is_measured else 0.0,  # compute_wait_s
+            rank.max_context_tokens,
+            resume,
+            matched_resume,
+            (),  # sources
+            brought,
+            # Where all of it fits in free pages nothing is evicted.
+            inf if tiers is None or prompt_tokens <= free else back_s(tiers, rank, load),
+        )
+        for (
+            (key, rank, _),
+            (matched, worth, matched_resume, resume, brought),
+            (load, pending_tokens, queued, _, tokens_per_s, is_measured),
+            rate,
+        ) in seen
+    ]
+
+
 class Hits:
     def __init__(self, index: PrefixIndex, balance: Balance, index_block: int) -> None:
         self.telling: frozenset[RankKey] = frozenset()  # ranks that report their checkpoints
@@ -299,7 +381,7 @@ class Hits:
     def of(self, found: Sequence[Found], snapshot: RankSnapshot) -> list[Hit]:
         asked, now, block, telling = snapshot.asked, self._balance.clock(), self._block, self.telling
         resumed = self._resumed({key: blocks for key, _, blocks in found if key in telling}, snapshot, now)
-        trusted, limited = self._balance.trust.worth, asked.reusable_tokens != math.inf
+        trusted, limited = self._balance.trust.worth, asked.reusable_tokens != inf
         guessed = snapshot.guessed()
         hits = []
         for key, _, blocks in found:
