@@ -161,9 +161,12 @@ class Chunk:
 NO_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Sampled:
-    """NO_TOKEN means that constraint and bans together allow no token of the vocabulary."""
+    """Nobody changes one; as with chunks there are many.
+
+    NO_TOKEN means that constraint and bans together allow no token of the vocabulary.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None

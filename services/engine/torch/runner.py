@@ -176,10 +176,15 @@ class TorchRunner:
         """
         if not chunks:
             return []
+        page_size, loaded = self._layout.page_size, self._adapters.loaded
         for chunk in chunks:
-            _require_pages(chunk, self.layout.page_size)
-            _require_drafts(chunk)
-            if chunk.adapter is not None and chunk.adapter not in self._adapters.loaded:
+            num_tokens = len(chunk.token_ids)
+            if not num_tokens or len(chunk.pages) * page_size < chunk.start + num_tokens:
+                tokens = f"{num_tokens} tokens at {chunk.start}"
+                raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
+            if chunk.num_drafts and (num_tokens != 1 + chunk.num_drafts or not chunk.sample):
+                raise ProtocolError(f"a chunk of {num_tokens} tokens with {chunk.num_drafts} drafts")
+            if chunk.adapter is not None and chunk.adapter not in loaded:
                 raise ProtocolError(f"adapter {chunk.adapter} is not loaded")
         try:
             with self._adapters.computing(chunks) if self._adapters.loaded else nullcontext():
@@ -241,10 +246,11 @@ class TorchRunner:
         )
 
     def _run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
-        tokens = [each for chunk in chunks for each in single_tokens(chunk)]
+        has_drafts = any([chunk.num_drafts for chunk in chunks])
+        tokens = [each for chunk in chunks for each in single_tokens(chunk)] if has_drafts else chunks
         masks = self._masks.begin(chunks)
         with torch.inference_mode():
-            scores = any(chunk.scoring is not None for chunk in chunks)
+            scores = any([chunk.scoring is not None for chunk in chunks])
             rows = _sampled_offsets(tokens)
             computed = self._graphs.compute(chunks, rows)
             if computed is None:
@@ -255,9 +261,12 @@ class TorchRunner:
             choose = self._sampler or sample
             choosing = [each for each in tokens if each.sample]
             sampled = iter(choose(computed.logits, choosing, allowed, computed.most_probable))
-            kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
-            drafted = zip(chunks, kept, strict=True)
-            computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
+            if has_drafts:
+                kept = [_keep_accepted(chunk, sampled) for chunk in chunks]
+                drafted = zip(chunks, kept, strict=True)
+                computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
+            else:
+                kept = [(next(sampled),) if chunk.sample else () for chunk in chunks]
             if self._draft is not None and not self._draft_failures.gave_up:
                 with self._draft_failures.noting():
                     self._draft.compute_with(chunks)
@@ -276,17 +285,6 @@ def _set_num_threads(num_threads: int) -> None:
     if num_threads < 1:
         raise ConfigError(f"num_threads must be 1 or more, got {num_threads}")
     torch.set_num_threads(num_threads)
-
-
-def _require_pages(chunk: Chunk, page_size: int) -> None:
-    if not chunk.token_ids or len(chunk.pages) * page_size < chunk.end:
-        tokens = f"{len(chunk.token_ids)} tokens at {chunk.start}"
-        raise ProtocolError(f"a chunk of {tokens} with {len(chunk.pages)} pages of {page_size}")
-
-
-def _require_drafts(chunk: Chunk) -> None:
-    if chunk.num_drafts and (len(chunk.token_ids) != 1 + chunk.num_drafts or not chunk.sample):
-        raise ProtocolError(f"a chunk of {len(chunk.token_ids)} tokens with {chunk.num_drafts} drafts")
 
 
 def _keep_accepted(chunk: Chunk, sampled: Iterator[Sampled]) -> tuple[Sampled, ...]:

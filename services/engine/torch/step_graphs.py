@@ -149,13 +149,17 @@ class _Step:
     Single tokens come first, each as a chunk of its own.
     """
 
-    singles: list[Chunk]
-    prompts: list[Chunk]
-    starts: list[int]  # These are the first rows of the chunks in the step.
-    places: list[int]  # These are the first rows of the chunks here, where prompts follow the single tokens.
+    singles: Sequence[Chunk]
+    prompts: Sequence[Chunk]
+    starts: Sequence[int]  # These are the first rows of the chunks in the step.
+    # These are the first rows of the chunks here, where prompts follow the single tokens.
+    places: Sequence[int]
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "_Step":
+        if all([len(chunk.token_ids) == 1 for chunk in chunks]):
+            each = range(len(chunks))
+            return cls(chunks, (), each, each)
         singles, prompts = list[Chunk](), list[Chunk]()
         starts = list(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))[:-1]
         for chunk in chunks:
@@ -173,7 +177,10 @@ class _Step:
                 next_other += len(chunk.token_ids)
         return cls(singles, prompts, starts, places)
 
-    def place_of(self, row: int) -> int:
+    def places_of(self, rows: Sequence[int]) -> Sequence[int]:
+        return rows if self.places == self.starts else [self._place_of(row) for row in rows]
+
+    def _place_of(self, row: int) -> int:
         nth = bisect_right(self.starts, row) - 1
         return self.places[nth] + row - self.starts[nth]
 
@@ -263,7 +270,7 @@ class StepGraphs:
         self._outputs = self._logits = self._most_probable = None
 
     def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed | None:
-        if not all(map(self._takes, chunks)):
+        if not self._takes(chunks):
             return None
         step = _Step.of(chunks)
         bucket = self._bucket_for(step)
@@ -272,7 +279,9 @@ class StepGraphs:
         if self._pools.slots is not None:
             require_slots([chunk.slot for chunk in step.singles], self._pools.slots.num_slots)
         shift = bucket.buffers.num_singles - len(step.singles)
-        kept = [row if row < len(step.singles) else row + shift for row in map(step.place_of, rows)]
+        kept = step.places_of(rows)
+        if step.prompts:
+            kept = [row if row < len(step.singles) else row + shift for row in kept]
         if not bucket.buffers.fill(step.singles, step.prompts, kept):
             return None
         if self._pools.slots is not None:
@@ -280,11 +289,12 @@ class StepGraphs:
         bucket.replay()
         return self._of_rows(kept if bucket.buffers.prompts is None else range(len(kept)))
 
-    def _takes(self, chunk: Chunk) -> bool:
+    def _takes(self, chunks: Sequence[Chunk]) -> bool:
         # States of drafts are stored only once it is known which drafts are accepted, so such a step runs
         # eagerly. A graph has no adapter in it.
-        waits = chunk.num_drafts and self._pools.slots
-        return chunk.scoring is None and chunk.adapter is None and not waits
+        if self._pools.slots is not None and any([chunk.num_drafts for chunk in chunks]):
+            return False
+        return not any([chunk.scoring is not None or chunk.adapter is not None for chunk in chunks])
 
     def _bucket_for(self, step: _Step) -> _Bucket | None:
         """Return the smallest bucket that fits; it has prompts and single tokens exactly where the step does.

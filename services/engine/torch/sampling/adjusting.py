@@ -22,14 +22,18 @@ from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.draft_tokens import DraftedHistory
+from services.values.request import SamplingParams
 
 _Ids = NDArray[np.int64]
 _PerRow = Sequence[tuple[int, _Ids]]  # This is rows of logits with some ids of each.
 
 
 def is_adjusted(chunk: Chunk) -> bool:
-    params = chunk.sampling
-    return bool(params.logit_bias or params.bad_token_ids) or params.penalizes or _must_go_on(chunk)
+    return always_adjusts(chunk.sampling) or must_go_on(chunk)
+
+
+def always_adjusts(params: SamplingParams) -> bool:
+    return bool(params.logit_bias or params.bad_token_ids) or params.penalizes
 
 
 def adjust(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
@@ -115,14 +119,14 @@ def _like(logits: Tensor, values: Any) -> Tensor:
     return torch.as_tensor(values, dtype=logits.dtype).to(logits.device)
 
 
-def _must_go_on(chunk: Chunk) -> bool:
+def must_go_on(chunk: Chunk) -> bool:
     return chunk.num_output_ids < chunk.sampling.min_tokens
 
 
 def _ending(chunk: Chunk, vocab_size: int) -> Iterable[int]:
     """Return the ids that would end it too early; none where one of them must be chosen."""
     params = chunk.sampling
-    if not _must_go_on(chunk):
+    if not must_go_on(chunk):
         return ()
     ending = {*params.stop_token_ids, *(() if params.ignore_eos else chunk.eos_token_ids)}
     ending = {token_id for token_id in ending if token_id < vocab_size}

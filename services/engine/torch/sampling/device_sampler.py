@@ -9,9 +9,10 @@ compares the two.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import NO_TOKEN, Chunk, Sampled
-from services.engine.torch.sampling.adjusting import Histories, adjust_on_device, is_adjusted
+from services.engine.torch.sampling.adjusting import Histories, adjust_on_device, always_adjusts, must_go_on
 from services.engine.torch.sampling.step_masks import NO_MASKS, RowMasks
-from services.engine.torch.sampling.torch_sampler import logprobs_of, sample, takes_the_highest, uniform_of
+from services.engine.torch.sampling.torch_sampler import logprobs_of, sample, stream_of, uniform_in
 from services.values.request import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _MOST_ROWS = 4096  # This limits a block, so that a small vocabulary's scratch i
 _FIELDS = 8  # This is as in draw_kernels.py, which can only be imported with a GPU.
 _COLDEST = 1e-30  # Lower temperatures are raised to this, which leaves only logits within 3e-29 of the peak.
 
+_KNOWN = 1024  # So many requests' parameters are kept.
 _FEWEST_ROWS = 64  # Buffers have room for at least so many, so that they seldom grow.
 _LOG2_E = math.log2(math.e)
 
@@ -45,6 +47,27 @@ _NEAR = 1e-5  # A point that differs by so little may lead to another id where s
 
 class SamplerWrong(Exception):
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """This is what follows from a request's parameters, whatever the token."""
+
+    params: SamplingParams
+    is_adjusted: bool
+    is_plain: bool  # The highest logit is chosen, if no mask or minimum length applies.
+    stream: int
+    fields: _Fields  # These are those of the table, with 0 for `place` and `point`.
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocab_size: int) -> "_Asked":
+        is_adjusted = always_adjusts(params)
+        is_plain = params.greedy and params.logprobs is None and not is_adjusted
+        fields = fields_of(0, 0.0, 1.0, 0.0, 0.0, 0)
+        if not params.greedy:
+            top_k = params.top_k if params.top_k < vocab_size else 0
+            fields = fields_of(0, params.temperature, params.top_p, params.min_p, 0.0, top_k)
+        return cls(params, is_adjusted, is_plain, stream_of(params.seed), fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +140,7 @@ class DeviceSampler:
     _buffers: _Buffers | None = None
     _scratch: "Scratch" = field(init=False)
     _histories: Histories = field(init=False)
+    _known: dict[int, _Asked] = field(default_factory=dict)  # The keys are the ids of parameters.
     _launch: Callable[..., None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -141,11 +165,21 @@ class DeviceSampler:
         """Choose as sample() does. `most_probable` are the ids of each row's highest logit, on the device."""
         if logits.shape[1] != self.vocab_size:  # The kernels were tried for this vocabulary only.
             return sample(logits, chunks, masks)
-        plain = [takes_the_highest(c) and row not in masks.rows for row, c in enumerate(chunks)]
+        asked = self.asked(chunks)
+        adjusted = {
+            row
+            for row, (chunk, own) in enumerate(zip(chunks, asked, strict=True))
+            if own.is_adjusted or must_go_on(chunk)
+        }
+        others = adjusted.union(masks.rows)
+        plain = [own.is_plain and row not in others for row, own in enumerate(asked)]
         if most_probable is None and all(plain):
             most_probable = logits.argmax(1)
         rest = [row for row in range(len(chunks)) if most_probable is None or not plain[row]]
-        token_ids = self._token_ids(self._groups(logits, chunks, masks, rest), chunks, most_probable)
+        groups = self._groups(logits, chunks, masks, rest, adjusted) if rest else []
+        token_ids = self._token_ids(groups, chunks, asked, most_probable)
+        if not masks.rows and all(plain):
+            return [Sampled(token_id) for token_id in token_ids]
         logprobs = _logprobs(logits, token_ids, chunks)
         return [
             Sampled(token_id, logprobs.get(row))
@@ -154,12 +188,28 @@ class DeviceSampler:
             for row, token_id in enumerate(token_ids)
         ]
 
+    def asked(self, chunks: Sequence[Chunk]) -> list[_Asked]:
+        asked, known = list[_Asked](), self._known
+        for chunk in chunks:
+            own = known.get(id(chunk.sampling))
+            if own is None or own.params is not chunk.sampling:
+                if len(known) >= _KNOWN:
+                    known.clear()
+                own = known[id(chunk.sampling)] = _Asked.of(chunk.sampling, self.vocab_size)
+            asked.append(own)
+        return asked
+
     def _groups(
-        self, logits: Tensor, chunks: Sequence[Chunk], masks: RowMasks, rest: Sequence[int]
+        self,
+        logits: Tensor,
+        chunks: Sequence[Chunk],
+        masks: RowMasks,
+        rest: Sequence[int],
+        are_adjusted: Set[int],
     ) -> list[_Group]:
-        adjusted = [row for row in rest if is_adjusted(chunks[row])]
-        masked = [row for row in rest if row in masks.rows and not is_adjusted(chunks[row])]
-        raw = [row for row in rest if row not in masks.rows and not is_adjusted(chunks[row])]
+        adjusted = [row for row in rest if row in are_adjusted]
+        masked = [row for row in rest if row in masks.rows and row not in are_adjusted]
+        raw = [row for row in rest if row not in masks.rows and row not in are_adjusted]
         groups = [_Group(logits, raw, raw)] if raw else []
         for own in _blocks(masked, logits.shape[1]):
             values = masks.applied(_selected(logits, own), own)
@@ -172,13 +222,17 @@ class DeviceSampler:
         return groups
 
     def _token_ids(
-        self, groups: Sequence[_Group], chunks: Sequence[Chunk], most_probable: Tensor | None
+        self,
+        groups: Sequence[_Group],
+        chunks: Sequence[Chunk],
+        asked: Sequence[_Asked],
+        most_probable: Tensor | None,
     ) -> list[int]:
         buffers = self._buffers_for(len(chunks))
         drawn = [row for group in groups for row in group.rows]
         if drawn:
             fields = [
-                _fields(chunks[row], place, self.vocab_size)
+                _fields(chunks[row], asked[row], place)
                 for group in groups
                 for row, place in zip(group.rows, group.places, strict=True)
             ]
@@ -204,7 +258,8 @@ class DeviceSampler:
         return ids
 
     def _draw(self, groups: Sequence[_Group], table: Sequence[_Fields], buffers: _Buffers) -> None:
-        buffers.table.numpy()[: len(table)] = table
+        flat = np.fromiter(chain.from_iterable(table), np.float64, _FIELDS * len(table))
+        buffers.table.numpy()[: len(table)] = flat.reshape(-1, _FIELDS)
         on_device = buffers.table_on_device[: len(table)]
         on_device.copy_(buffers.table[: len(table)], non_blocking=True)
         start = 0
@@ -256,12 +311,10 @@ def fields_of(
     return (place, inverse, top_p, min_p, point, top_k, high, float(np.float32(factor - high)))
 
 
-def _fields(chunk: Chunk, place: int, vocab_size: int) -> _Fields:
-    params = chunk.sampling
-    if params.greedy:
-        return fields_of(place, 0.0, 1.0, 0.0, 0.0, 0)
-    top_k = params.top_k if params.top_k < vocab_size else 0
-    return fields_of(place, params.temperature, params.top_p, params.min_p, uniform_of(chunk), top_k)
+def _fields(chunk: Chunk, asked: _Asked, place: int) -> _Fields:
+    _, inverse, top_p, min_p, _, *others = asked.fields
+    point = uniform_in(asked.stream, len(chunk.history)) if inverse else 0.0
+    return (place, inverse, top_p, min_p, point, *others)
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], chunks: Sequence[Chunk]) -> dict[int, TokenLogprobs]:
@@ -315,7 +368,8 @@ def _require_same(sampler: "DeviceSampler", logits: Tensor, chunks: Sequence[Chu
     different = [row for row, ids in enumerate(zip(expected, found, strict=True)) if ids[0] != ids[1]]
     if not different:
         return
-    table = [_fields(chunk, row, sampler.vocab_size) for row, chunk in enumerate(chunks)]
+    asked = sampler.asked(chunks)
+    table = [_fields(*each, row) for row, each in enumerate(zip(chunks, asked, strict=True))]
     lowest, highest = (
         sampler.drawn(logits, [(*row[:4], min(max(0.0, row[4] + off), 1.0), *row[5:]) for row in table])
         for off in (-_NEAR, _NEAR)

@@ -129,7 +129,15 @@ def uniform(seed: int, position: int) -> float:
 
     It is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
-    return (_mix(_mix(seed) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
+    return uniform_in(stream_of(seed), position)
+
+
+def stream_of(seed: int) -> int:
+    return _mix(seed)
+
+
+def uniform_in(stream: int, position: int) -> float:
+    return (_mix(stream + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
 
 
 def _mix(value: int) -> int:
