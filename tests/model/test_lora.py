@@ -30,9 +30,8 @@ def test_ranks_and_scales(subtests):
             assert lora_layers(CONFIG | config, shapes_of(rank=rank, prefix="")) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "shapes", "says"),
-    [
+def test_what_is_not_served_is_named(subtests):
+    for config, shapes, says in [
         ({"peft_type": "LOHA"}, shapes_of(), "only LORA"),
         ({"task_type": "SEQ_CLS"}, shapes_of(), "SEQ_CLS"),
         ({"use_dora": True}, shapes_of(), "use_dora=True is not served"),
@@ -54,8 +53,6 @@ def test_ranks_and_scales(subtests):
         ({}, {f"{LAYER}.lora_A.weight": (4, 64)}, "has no lora_B"),
         ({}, {f"{LAYER}.lora_A.weight": (4,)}, "not two dimensions"),
         ({}, shapes_of() | shapes_of(prefix=""), "twice"),
-    ],
-)
-def test_what_is_not_served_is_named(config, shapes, says):
-    with pytest.raises(ConfigError, match=says.replace("(", r"\(")):
-        lora_layers(CONFIG | config, shapes)
+    ]:
+        with subtests.test(says, config=config), pytest.raises(ConfigError, match=says.replace("(", r"\(")):
+            lora_layers(CONFIG | config, shapes)
