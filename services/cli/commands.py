@@ -28,6 +28,7 @@ COMMANDS = {
     "index": Command(_LOOK, ".look", "what every rank holds"),
     "check": Command(_LOOK, ".look", "is KV found again? `check DIR`: which engine serves it?"),
     "usage": Command(_LOOK, ".look", "what each tenant has used of a router"),
+    "plan": Command(_LOOK, ".look", "how many ranks of each role the load needs"),
     "health": Command(_LOOK, ".look", "ask a service on this machine how it is"),
     "bench": Command(_LOOK, ".bench", "throughput, latencies and hits under a load"),
     "size": Command(_MODELS, ".look", "how much KV a model's conversations need"),

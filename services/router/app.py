@@ -44,6 +44,7 @@ from services.router.http.page import Page
 from services.router.http.routes import http_app
 from services.router.models import Models, ModelsCollector
 from services.router.models_file import ModelsFile
+from services.router.observed_load import ObservedLoad
 from services.router.request.generation import Generator
 from services.router.request.progress import held_tokens
 from services.router.request.router_metrics import RouterMetrics
@@ -137,7 +138,8 @@ async def open_router(
         further = _further_models(config, models, around, registry, failed)
         message_bytes = await stack.enter_async_context(further)
         watch = Watch(models, models.list_ranks, WatchMetrics(registry), config.max_watchers)
-        service = GenerationService(models, watch, tenants)
+        load = _observed_load(config, models, mirror)
+        service = GenerationService(models, watch, tenants, load)
         largest = config.max_message_bytes or max(checkpoint.most_message_bytes, message_bytes)
         in_flight = BytesInFlight(
             config.max_bytes_in_flight, largest, metrics.message_refused, callers.tenant_by_key
@@ -214,6 +216,14 @@ async def _further_models(
     file = ModelsFile(config.models, config, models, opened, around.mirror.ranks.values)
     async with file.serving(), _background(file.run(), failed):
         yield most_bytes
+
+
+def _observed_load(config: RouterConfig, models: Models, mirror: Mirror) -> ObservedLoad | None:
+    if not config.plan_window_s:
+        return None
+    load = ObservedLoad(models, config.plan_window_s, lambda model: mirror.place_among_routers(model)[1])
+    models.listen(load.note)
+    return load
 
 
 def _tokens(config: RouterConfig) -> TokenCallers | None:

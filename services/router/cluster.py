@@ -126,7 +126,7 @@ class Cluster:
         coalesce_s: float = 0.0,
     ) -> None:
         """Let tokens wait at most `coalesce_s` for others of their request (connections/output_stream.py)."""
-        self._settings = settings
+        self.settings = settings
         self._mirror = mirror
         self._pins = pins
         self._balance = balance
@@ -340,7 +340,7 @@ class Cluster:
         return view if view is not None and view.registration.id == incarnation else None
 
     def _hash(self, ids: "array[int]", scope: str, more_tokens: int | None) -> HashedPrompt:
-        seed, index_block = scope_seed(self._settings.model_name, scope), self._settings.placer.index_block
+        seed, index_block = scope_seed(self.settings.model_name, scope), self.settings.placer.index_block
         hashes = tuple(sequence_hashes(ids, index_block, seed))
         return HashedPrompt(ids, seed, hashes, None if more_tokens is None else len(ids) + more_tokens)
 
@@ -352,7 +352,7 @@ class Cluster:
         max_wait_s: float = math.inf,
     ) -> Asked:
         self._refresh()
-        self._placer.set_share(Share(*self._mirror.place_among_routers(self._settings.model_name)))
+        self._placer.set_share(Share(*self._mirror.place_among_routers(self.settings.model_name)))
         return Asked(
             prompt.hashes,
             len(prompt.ids),
@@ -414,7 +414,7 @@ class Cluster:
 
     def _pin_name(self, conversation_id: str) -> str:
         """Include the model's name, as routers of other models keep their pins in the same place."""
-        return f"{self._settings.model_name}\0{conversation_id}"
+        return f"{self.settings.model_name}\0{conversation_id}"
 
     def _pinned(self, conversation_id: str) -> RankKey | None:
         if not conversation_id:
@@ -461,7 +461,7 @@ class Cluster:
         self._adapters = common_adapters(decodes, prefills)
         self._takes_turns = not any(NO_TENANT_TURNS in rank.capabilities for rank in (*decodes, *prefills))
         only_remote = any(REMOTE_ONLY in rank.capabilities for rank in decodes)
-        self._known_plans = self._settings.plans - {Plan.LOCAL} if only_remote else self._settings.plans
+        self._known_plans = self.settings.plans - {Plan.LOCAL} if only_remote else self.settings.plans
         self._max_context_tokens = max((rank.max_context_tokens for rank in decodes), default=0)
         if self._known_plans == {Plan.REMOTE} and prefills:
             longest_prompt = max(rank.max_context_tokens for rank in prefills)
@@ -477,7 +477,7 @@ class Cluster:
             del self._missed[rank]
 
     def _views(self, role: Role) -> list[RankView]:
-        model = self._settings.model_name
+        model = self.settings.model_name
         views = sorted(self._mirror.ranks.items(), key=lambda item: item[0])
         return [v for _, v in views if v.registration.role is role and v.registration.model == model]
 

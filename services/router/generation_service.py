@@ -11,6 +11,7 @@ from services.router import callers
 from services.router.cluster_messages import all_candidates
 from services.router.dialects.dialect import MODEL
 from services.router.models import Models
+from services.router.observed_load import ObservedLoad
 from services.router.request.generation import Explanation
 from services.router.request.progress import held_tokens
 from services.router.tenants import Tenants
@@ -37,10 +38,17 @@ def add_to_server(service: "GenerationService", server: grpc.aio.Server) -> None
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, models: Models, watch: Watch, tenants: Tenants | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        watch: Watch,
+        tenants: Tenants | None = None,
+        load: ObservedLoad | None = None,
+    ) -> None:
         self._models = models
         self._watch = watch
         self._tenants = tenants
+        self._load = load
 
     async def Generate(self, read: ReadRequest, context: grpc.aio.ServicerContext) -> None:
         """Write responses that are already serialized (`add_to_server`)."""
@@ -116,6 +124,15 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             raise NotFound("this router has no file of tenants (--tenants)")
         own = None if caller.is_operator else caller.tenant
         return self._tenants.usage(held_tokens(self._models.running), own)
+
+    async def ListLoad(
+        self, request: generation_pb2.ListLoadRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.ListLoadResponse:
+        if not callers.current().is_operator:
+            raise Forbidden("the load is of all tenants: this API key is not an operator's")
+        if self._load is None:
+            raise NotFound("this router remembers no requests (--plan-window-s=0)")
+        return self._load.list_load(request)
 
     async def WatchCluster(
         self, request: generation_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

@@ -244,6 +244,13 @@ class RouterConfig(ClusterConfig):
         "changes",
     )
 
+    plan_window_s: float = setting(
+        600.0,
+        "seconds for which requests are remembered (lengths, times and what begins alike, no text) for "
+        "`isthmus plan`; 0: none",
+        bounds=Bounds(at_least=0, at_most=86_400),
+    )
+
     models: Path | None = setting(
         None,
         "JSON file of further models to serve, and of aliases with weights; read again when it changes",

@@ -653,3 +653,85 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[Model]
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class ListLoadRequest(_message.Message):
+    __slots__ = ("salt", "model")
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    salt: int
+    model: str
+    def __init__(self, salt: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class ListLoadResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+
+class ModelLoad(_message.Message):
+    __slots__ = ("model", "prefill_ranks", "decode_ranks", "routers", "block_tokens", "chunk_tokens", "prefill_pool_tokens", "decode_pool_tokens", "kv_bytes_per_token", "carried_bytes", "plans", "window_s", "tokens_per_s", "step_s", "requests")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLANS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prefill_ranks: int
+    decode_ranks: int
+    routers: int
+    block_tokens: int
+    chunk_tokens: int
+    prefill_pool_tokens: int
+    decode_pool_tokens: int
+    kv_bytes_per_token: float
+    carried_bytes: int
+    plans: _containers.RepeatedScalarFieldContainer[_common_pb2.Plan]
+    window_s: float
+    tokens_per_s: float
+    step_s: float
+    requests: _containers.RepeatedCompositeFieldContainer[ObservedRequest]
+    def __init__(self, model: _Optional[str] = ..., prefill_ranks: _Optional[int] = ..., decode_ranks: _Optional[int] = ..., routers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., prefill_pool_tokens: _Optional[int] = ..., decode_pool_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[float] = ..., carried_bytes: _Optional[int] = ..., plans: _Optional[_Iterable[_Union[_common_pb2.Plan, str]]] = ..., window_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., requests: _Optional[_Iterable[_Union[ObservedRequest, _Mapping]]] = ...) -> None: ...
+
+class ObservedRequest(_message.Message):
+    __slots__ = ("age_s", "prompt_tokens", "output_tokens", "computed_tokens", "reused_tokens", "moved_tokens", "ttft_s", "duration_s", "queue_s", "compute_s", "transfer_s", "remote", "running", "conversation", "blocks")
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MOVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    age_s: float
+    prompt_tokens: int
+    output_tokens: int
+    computed_tokens: int
+    reused_tokens: int
+    moved_tokens: int
+    ttft_s: float
+    duration_s: float
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    remote: bool
+    running: bool
+    conversation: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, age_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., moved_tokens: _Optional[int] = ..., ttft_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., remote: _Optional[bool] = ..., running: _Optional[bool] = ..., conversation: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...

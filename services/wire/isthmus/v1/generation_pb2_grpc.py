@@ -74,6 +74,11 @@ class GenerationStub:
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
                 response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
                 _registered_method=True)
+        self.ListLoad = channel.unary_unary(
+                '/isthmus.v1.Generation/ListLoad',
+                request_serializer=isthmus_dot_v1_dot_generation__pb2.ListLoadRequest.SerializeToString,
+                response_deserializer=isthmus_dot_v1_dot_generation__pb2.ListLoadResponse.FromString,
+                _registered_method=True)
         self.WatchCluster = channel.unary_stream(
                 '/isthmus.v1.Generation/WatchCluster',
                 request_serializer=isthmus_dot_v1_dot_generation__pb2.WatchClusterRequest.SerializeToString,
@@ -142,6 +147,15 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListLoad(self, request, context):
+        """The last minutes' requests of each model: what they took and which of them begin alike, and nothing of what they
+        say. An operator's key alone sees them. Errors: NOT_FOUND this router remembers none (--plan-window-s), or does not
+        serve the model; PERMISSION_DENIED another's key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchCluster(self, request, context):
         """What happens, as it happens: ranks as they change, a tenant's requests as they begin and end, and nothing of what
         those say. Requests that are refused at the door are not among them. It ends when the router stops. Errors:
@@ -193,6 +207,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ListTenants,
                     request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.FromString,
                     response_serializer=isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'ListLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLoad,
+                    request_deserializer=isthmus_dot_v1_dot_generation__pb2.ListLoadRequest.FromString,
+                    response_serializer=isthmus_dot_v1_dot_generation__pb2.ListLoadResponse.SerializeToString,
             ),
             'WatchCluster': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchCluster,
@@ -416,6 +435,33 @@ class Generation:
             '/isthmus.v1.Generation/ListTenants',
             isthmus_dot_v1_dot_generation__pb2.ListTenantsRequest.SerializeToString,
             isthmus_dot_v1_dot_generation__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/isthmus.v1.Generation/ListLoad',
+            isthmus_dot_v1_dot_generation__pb2.ListLoadRequest.SerializeToString,
+            isthmus_dot_v1_dot_generation__pb2.ListLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,163 @@
+"""This benchmark compares what `isthmus plan` predicts with what is measured, and lets a loop follow it.
+
+    OMP_NUM_THREADS=1 python -m bench.plan --json FILE
+
+**Predicted and measured.** Sessions are served by processes (etcd, two routers, ranks with engine fake; see
+bench.placement.real) on the first of the layouts. Its routers are then asked as `isthmus plan` asks them, and
+what they saw tells the TTFT that each other layout would give. Each of these then serves the same sessions.
+The first tenth of the requests is not counted on either side. --load is of what eight ranks can serve.
+
+**A closed loop** (closed_loop.py) is in virtual time.
+"""
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.checkpoint import Size as ModelSize
+from bench.checkpoint import write
+from bench.placement.cells import Cell, Fleet
+from bench.placement.real import (
+    _CHUNK,
+    _COMMON_FLAGS,
+    _LONGEST,
+    _PART,
+    _RANK_FLAGS,
+    _STEP_S,
+    _TOKEN_S,
+    Replay,
+)
+from bench.report import Row, table, verdict, write_json
+from services.cli.local.local_cluster import LocalCluster, Shape
+from services.cli.look.plan import PlanConfig, observations
+from services.router.replay.observed import Observation
+from services.router.replay.planner import Goals, Size, Trial, quantile
+from services.router.replay.workload import TraceRequest
+from services.wire.isthmus.v1 import generation_pb2_grpc
+
+_ROUTERS = 2
+_UNCOUNTED = 0.1
+_GOALS = Goals(ttft_s=2.0, itl_s=0.5)  # They decide nothing here.
+_WORKLOAD, _LAYOUTS = "mixed", "2+2,1+2,3+2,2+1,0+4"
+_SECONDS, _STRETCH, _LOAD = 100.0, 2.0, 0.2
+
+
+def sessions(seconds: float, stretch: float, load: float) -> list[TraceRequest]:
+    """Return those that begin in so many seconds of a cell, or follow such ones, more slowly by `stretch`."""
+    kept: dict[int, int] = {}
+    requests: list[TraceRequest] = []
+    for request in Cell(Fleet(_WORKLOAD, "8"), "open", load).requests():
+        is_early = request.arrival_s <= seconds and all(number in kept for number in request.after)
+        if is_early and request.prompt_tokens + request.output_tokens <= _LONGEST * _PART:
+            number = kept[request.number] = len(requests)
+            after = tuple(kept[each] for each in request.after)
+            arrival_s, wait_s = stretch * request.arrival_s, stretch * request.wait_s
+            requests.append(replace(request, number=number, after=after, arrival_s=arrival_s, wait_s=wait_s))
+    return requests
+
+
+async def serve(
+    directory: Path, size: Size, requests: Sequence[TraceRequest], stretch: float
+) -> tuple[Replay, Observation]:
+    """Return what the clients measured, and what the routers saw."""
+    write(model := directory / "model", ModelSize(layers=1, hidden=64))
+    speed_flags = f"--fake-step-s={stretch * _STEP_S}", f"--fake-prompt-token-s={stretch * _TOKEN_S}"
+    shape = Shape(
+        model=model,
+        data_dir=directory / "data",
+        routers=_ROUTERS,
+        prefill_workers=1 if size.prefill else 0,
+        prefill_dp_size=max(1, size.prefill),
+        decode_dp_size=size.decode,
+        common_flags=_COMMON_FLAGS,
+        rank_flags=(*_RANK_FLAGS, *speed_flags),
+        router_flags=(
+            "--pull=off",
+            f"--chunk-size={_CHUNK}",
+            "--plan-window-s=86400",
+            f"--plans={'remote,local' if size.prefill else 'local'}",
+        ),
+    )
+    async with LocalCluster(shape, partial(print, file=sys.stderr)) as cluster, AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(cluster.open_channel(i)) for i in range(_ROUTERS)]
+        replay = Replay([generation_pb2_grpc.GenerationStub(channel) for channel in channels], requests)
+        await replay.run()
+        routers = tuple(cluster.router_endpoint(index) for index in range(_ROUTERS))
+        (seen,) = await observations(PlanConfig(routers=routers, window_s=86_400.0))
+        return replay, seen
+
+
+def measured(replay: Replay) -> Row:
+    first = int(_UNCOUNTED * len(replay.ttft_s))
+    ttft = sorted(seconds for number, seconds in replay.ttft_s.items() if number >= first)
+    return {
+        "measured_p50_s": quantile(ttft, 0.5),
+        "measured_p99_s": quantile(ttft, 0.99),
+        "measured_hits": 1 - replay.computed_tokens / replay.prompt_tokens,
+    }
+
+
+def compare(layouts: Sequence[Size], seconds: float, stretch: float, load: float) -> list[Row]:
+    requests = sessions(seconds, stretch, load)
+    rows: list[Row] = []
+    trial: Trial | None = None
+    for size in layouts:
+        with TemporaryDirectory(prefix="isthmus-bench-") as directory:
+            replay, seen = asyncio.run(serve(Path(directory), size, requests, stretch))
+        if trial is None:
+            trial = Trial(seen, _GOALS, 1.0, seed=1)
+            print(trial.speeds.prefill, trial.speeds.decode, sorted(trial.speeds.measured), flush=True)
+        began = time.process_time()
+        predicted = trial.of(size)
+        row = {"layout": str(size), "requests": len(requests)} | measured(replay)
+        row |= {"predicted_p50_s": predicted.ttft_p50_s, "predicted_p99_s": predicted.ttft_p99_s}
+        row |= {"predicted_hits": predicted.reused, "cpu_s": time.process_time() - began}
+        for figure in ("p50", "p99"):
+            row[f"{figure}_off"] = abs(row[f"predicted_{figure}_s"] / row[f"measured_{figure}_s"] - 1)  # type: ignore[operator]
+        rows.append(row)
+        print(table(rows), flush=True)
+    return rows
+
+
+def goals_of(rows: Sequence[Row]) -> list[Row]:
+    found: list[Row] = []
+    for row in rows:
+        for figure, wanted in (("p50", 0.15), ("p99", 0.25)):
+            goal = f"TTFT {figure} predicted, off by"
+            found.append({"at": row["layout"]} | verdict(goal, "<=", wanted, row[f"{figure}_off"]))
+    return found
+
+
+def _size(text: str) -> Size:
+    prefill, decode = text.split("+")
+    return Size(int(prefill), int(decode))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layouts", default=_LAYOUTS, help="PREFILL+DECODE,...: the first one is observed")
+    parser.add_argument("--seconds", type=float, default=_SECONDS)
+    parser.add_argument("--stretch", type=float, default=_STRETCH)
+    parser.add_argument("--load", type=float, default=_LOAD)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    arguments = parser.parse_args()
+    layouts = [_size(text) for text in arguments.layouts.split(",")]
+    rows = compare(layouts, arguments.seconds, arguments.stretch, arguments.load)
+    goals = goals_of(rows)
+    print(table(goals))
+    if arguments.json is not None:
+        constants: Row = {name: getattr(arguments, name) for name in ("seconds", "stretch", "load")}
+        write_json(arguments.json, "plan", constants | {"goals": goals}, rows)
+
+
+if __name__ == "__main__":
+    main()
