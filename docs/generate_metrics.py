@@ -34,6 +34,7 @@ from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMe
 from services.router.cluster import Cluster
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.models import Models, ModelsCollector
+from services.router.planning import PlanMetrics
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.tenants import TenantCollector
 from services.router.watch_cluster import WatchMetrics
@@ -111,6 +112,7 @@ async def registries() -> dict[str, CollectorRegistry]:
         made["router"].register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
         StalenessMetrics(made["router"])
         RouterMetrics(made["router"])
+        PlanMetrics(made["router"])
         WatchMetrics(made["router"])
         HttpMetrics(made["router"])
         made["router"].register(RankCollector(cast(Cluster, _EmptyCluster()), mirror))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -45,6 +46,8 @@ from services.router.http.routes import http_app
 from services.router.models import Models, ModelsCollector
 from services.router.models_file import ModelsFile
 from services.router.observed_load import ObservedLoad
+from services.router.planning import Planning
+from services.router.replay.planner import Goals
 from services.router.request.generation import Generator
 from services.router.request.progress import held_tokens
 from services.router.request.router_metrics import RouterMetrics
@@ -139,6 +142,8 @@ async def open_router(
         message_bytes = await stack.enter_async_context(further)
         watch = Watch(models, models.list_ranks, WatchMetrics(registry), config.max_watchers)
         load = _observed_load(config, models, mirror)
+        if load is not None and config.plans_ranks:
+            await stack.enter_async_context(_background(_planning(config, models, load).run(), failed))
         service = GenerationService(models, watch, tenants, load)
         largest = config.max_message_bytes or max(checkpoint.most_message_bytes, message_bytes)
         in_flight = BytesInFlight(
@@ -224,6 +229,11 @@ def _observed_load(config: RouterConfig, models: Models, mirror: Mirror) -> Obse
     load = ObservedLoad(models, config.plan_window_s, lambda model: mirror.place_among_routers(model)[1])
     models.listen(load.note)
     return load
+
+
+def _planning(config: RouterConfig, models: Models, load: ObservedLoad) -> Planning:
+    goals = Goals(config.plan_ttft_s or math.inf, config.plan_itl_ms / 1e3 or math.inf, config.plan_goodput)
+    return Planning(models, load, goals, config.plan_every_s, config.plan_down_s, config.plan_window_s)
 
 
 def _tokens(config: RouterConfig) -> TokenCallers | None:

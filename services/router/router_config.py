@@ -251,6 +251,27 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(at_least=0, at_most=86_400),
     )
 
+    plan_ttft_s: float = setting(
+        0.0,
+        "goal: seconds until a first token; the router plans the ranks that this needs (metrics "
+        "isthmus_plan_...); 0: none",
+        bounds=Bounds(at_least=0),
+    )
+    plan_itl_ms: float = setting(
+        0.0,
+        "goal: milliseconds between two tokens of a request, in the mean; 0: none",
+        bounds=Bounds(at_least=0),
+    )
+    plan_goodput: float = setting(
+        0.95,
+        "goal: the share of requests that are within these",
+        bounds=Bounds(above=0, at_most=0.9999),
+    )
+    plan_every_s: float = setting(30.0, "seconds between two plans", bounds=Bounds(at_least=1))
+    plan_down_s: float = setting(
+        300.0, "seconds for which fewer ranks must have been enough to be wanted", bounds=Bounds(at_least=0)
+    )
+
     models: Path | None = setting(
         None,
         "JSON file of further models to serve, and of aliases with weights; read again when it changes",
@@ -262,6 +283,10 @@ class RouterConfig(ClusterConfig):
         check_port("--http-port", self.http_port)
         if self.jwks_file is None and (self.jwt_audience or self.jwt_issuer):
             raise ConfigError("--jwt-audience and --jwt-issuer need --jwks-file, which turns tokens on")
+        if self.plans_ranks and not self.plan_window_s:
+            raise ConfigError(
+                "--plan-ttft-s and --plan-itl-ms need --plan-window-s, which remembers requests"
+            )
         if not self.plans:
             raise ConfigError("--plans must name at least one of remote and local")
 
@@ -274,6 +299,10 @@ class RouterConfig(ClusterConfig):
         if tls is None or not tls.mutual:
             raise ConfigError("--tls-client-ca needs --tls-mutual, which requires a certificate of clients")
         return replace(tls, client_ca=self.tls_client_ca)
+
+    @property
+    def plans_ranks(self) -> bool:
+        return self.plan_ttft_s > 0 or self.plan_itl_ms > 0
 
     @property
     def served_name(self) -> str:

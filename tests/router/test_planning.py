@@ -1,0 +1,103 @@
+"""A router that plans for goals, and what its metrics then say."""
+
+import logging
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.replay.test_planner import FLEET, conversations
+from services.router.planning import Planning
+from services.router.replay.following import Job, Plan, Steady, plan
+from services.router.replay.observed import Observation
+from services.router.replay.planner import Goals, Outlook, Size
+
+GOALS = Goals(1.2, 0.1)
+
+
+def outlook(prefill: int, decode: int, meets: bool = True) -> Outlook:
+    return Outlook(Size(prefill, decode), 0.25, 0.5, 0.02, 0.04, 0.97 if meets else 0.5, 0.4, 0.6, 0.1, meets)
+
+
+def test_fewer_are_wanted_once_fewer_were_enough_for_long(subtests):
+    random = Random(1)
+    for down_s in (0.0, 3.0, 100.0):
+        with subtests.test("the largest of the last seconds, each role by itself", down_s=down_s):
+            steady, told = Steady(down_s), []
+            for now in range(40):
+                told.append((now, Size(random.randint(1, 9), random.randint(1, 9))))
+                recent = [size for at, size in told if at >= now - down_s]
+                most = Size(max(size.prefill for size in recent), max(size.decode for size in recent))
+                assert steady.wanted(float(now), told[-1][1]) == most
+
+
+async def test_metrics_follow_the_plans(subtests, caplog):
+    caplog.set_level(logging.INFO)
+    registry, now = CollectorRegistry(), [0.0]
+    model = SimpleNamespace(name="m", registry=registry)
+    seen, plans = [Observation(FLEET, ())], []
+    load = SimpleNamespace(observation=lambda model: seen[-1])
+    models = SimpleNamespace(default=model, others={})
+    planning = Planning(models, load, GOALS, 30.0, 100.0, 600.0, lambda: now[0])
+
+    async def ask(job: Job) -> Plan:
+        assert job.goals == GOALS and job.observation is seen[-1]
+        answer = plans.pop()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    planning.ask = ask
+
+    def wanted() -> tuple[float | None, ...]:
+        return tuple(
+            registry.get_sample_value("isthmus_plan_wanted_ranks", {"role": role})
+            for role in ("prefill", "decode")
+        )
+
+    with subtests.test("nothing is said before there is something to plan from"):
+        await planning.plan()
+        assert wanted() == (None, None)
+    with subtests.test("what the plan wants, and what it would give"):
+        seen.append(Observation(FLEET, conversations(2, 1.0)))
+        plans.append(Plan(outlook(2, 2, False), outlook(3, 2)))
+        await planning.plan()
+        assert wanted() == (3.0, 2.0)
+        shares = [
+            registry.get_sample_value("isthmus_plan_goodput", {"ranks": each})
+            for each in ("present", "wanted")
+        ]
+        assert shares == [0.5, 0.97]
+        assert "ranks_wanted model=m prefill=3 decode=2" in caplog.text
+    with subtests.test("fewer only after a while; where nothing is enough the present ranks stay"):
+        for at_s, planned, expected in [
+            (50.0, Plan(outlook(3, 2), outlook(1, 2)), (3.0, 2.0)),
+            (90.0, Plan(outlook(3, 4, False), None), (3.0, 4.0)),
+            (101.0, Plan(outlook(3, 2), outlook(1, 2)), (3.0, 4.0)),
+            (191.0, Plan(outlook(3, 2), outlook(1, 2)), (1.0, 2.0)),
+        ]:
+            now[0] = at_s
+            plans.append(planned)
+            await planning.plan()
+            assert wanted() == expected
+    with subtests.test("a plan that fails is logged, and the age grows"):
+        now[0] = 200.0
+        plans.append(ValueError("why"))
+        await planning.plan()
+        assert wanted() == (1.0, 2.0) and "plan_failed model=m reason=why" in caplog.text
+        assert registry.get_sample_value("isthmus_plan_age_seconds") == 9.0
+    with subtests.test("nobody has asked for a whole window"):
+        now[0] = 800.0
+        seen.append(Observation(FLEET, ()))
+        await planning.plan()
+        assert wanted() == (1.0, 1.0)
+
+
+async def test_another_process_plans_and_says_what_it_could_not():
+    job = Job(Observation(FLEET, conversations(8, 1.0)), GOALS)
+    planning = Planning(SimpleNamespace(), SimpleNamespace(), GOALS, 30.0, 100.0, 600.0)
+    assert await planning.ask(job) == plan(job)
+    with pytest.raises(ValueError, match="no requests"):
+        await planning.ask(replace(job, observation=Observation(FLEET, ())))
