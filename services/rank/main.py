@@ -288,7 +288,8 @@ def _keep_for_good() -> None:
     To scan them would delay every running request by a tenth of a second and more, from time to time.
     """
     gc.collect()
-    gc.freeze()
+    if gc.get_freeze_count() == 0:  # Otherwise what is left of an earlier role would stay, with its sockets.
+        gc.freeze()
 
 
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:

@@ -174,7 +174,9 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     """Before anybody knows of it, for looking through it once more holds up whoever asks."""
     said, own_id = [], own_rank_id(CONFIG)
     collector = SimpleNamespace(
-        collect=partial(said.append, "collect"), freeze=partial(said.append, "freeze")
+        collect=partial(said.append, "collect"),
+        freeze=partial(said.append, "freeze"),
+        get_freeze_count=lambda: said.count("freeze"),
     )
 
     async def say_draining(draining):
@@ -191,6 +193,9 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     monkeypatch.setattr(rank, "_join", join)
     await run(own_id, Engine(own_id))
     assert said == ["collect", "freeze", "join"]
+    stopping.clear()
+    await run(own_id, Engine(own_id))  # As in another role: what is left of the first one is garbage.
+    assert said == ["collect", "freeze", "join", "collect", "join"]
 
 
 async def test_a_rank_goes_on_in_its_other_role_with_its_core_and_what_etcd_knows_of_it(
