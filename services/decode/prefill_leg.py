@@ -1,8 +1,9 @@
 """The prefill leg of a decode request is one call to the prefill rank that the router chose."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -98,12 +99,16 @@ class PrefillLeg:
         self._timeout_s = timeout_s
         self._traceparent = traceparent
         self._sampling = sampling
+        self._began_s = time.monotonic()
 
     @property
     def peer(self) -> RankAddress:
         return self._peer
 
     async def __call__(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
+        if request.left_s is not None:
+            waited_s = time.monotonic() - self._began_s
+            request = replace(request, left_s=max(0.0, request.left_s - waited_s))
         message = convert_request.prefill_request_to_proto(
             request, rendezvous, self._traceparent, self._sampling
         )

@@ -107,6 +107,12 @@ class RouterConfig(ClusterConfig):
         bounds=Bounds(above=0),
     )
 
+    heed_deadlines: Literal["on", "off"] = setting(
+        "on",
+        "of a tenant's waiting requests of one priority the earliest deadline of those that clients have set "
+        "goes first, and one that cannot be met is given up before its prompt is computed",
+    )
+
     max_priority: int = setting(
         0,
         "highest priority that a client may request; above 0 it goes first and is never refused for load",

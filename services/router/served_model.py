@@ -130,6 +130,7 @@ async def open_model(
             max_wait_s=config.max_wait_s,
             request_timeout_s=config.request_timeout_s,
             max_priority=config.max_priority,
+            heeds_deadlines=config.heed_deadlines == "on",
             keep_thinking=config.keep_thinking == "always",
             grammars=Grammars(Path(config.model), checkpoint.tokenizer.vocab_size),
             parsers=checkpoint.parsers,

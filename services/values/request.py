@@ -258,6 +258,7 @@ class GenerationRequest:
     pull_from: PullSource | None = None  # This is for the rank that computes the prompt.
     share: TenantShare | None = None  # Without it requests take turns by their salts.
     adapter: Adapter | None = None
+    left_s: float | None = None  # So much was left of the deadline that its client had set, if any.
     kv_scope: str = field(init=False, repr=False, compare=False)  # Requests of one scope may share KV.
 
     def __post_init__(self) -> None:

@@ -84,6 +84,7 @@ class Patience:
     wait_s: float = 10.0
     # It is the number of first ones that are weighed, and of small-looking ones behind these.
     window: int = 32
+    deadline_s: float = 30.0  # A deadline counts as far as it is within so long of its request's arrival.
 
     def is_over(self, overtaken: int, overtaken_for_s: float) -> bool:
         return overtaken >= self.overtakes or overtaken_for_s >= self.wait_s

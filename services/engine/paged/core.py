@@ -40,9 +40,6 @@ from services.kv.prefix_cache import Hold, PrefixCache
 from services.values.errors import IsthmusError
 from services.values.kv import CacheEvents, PageBooks
 from services.values.rank_reports import RankLoad
-from services.values.request import FinishReason
-
-Clock = Callable[[], float]
 
 
 class EngineCore:
@@ -53,7 +50,7 @@ class EngineCore:
         runner: ModelRunner,
         cache: PrefixCache,
         limits: Limits,
-        clock: Clock,
+        clock: Callable[[], float],
         carried: CarriedCache | None = None,
         drafting: Drafting | None = None,
         tiers: Tiering | None = None,
@@ -274,7 +271,11 @@ class EngineCore:
             )
             if seq is None:
                 break
-            if self._gate.reserve(seq, self._active):
+            if self.tiers is None and (late := self._gate.too_late(seq, self._figures.times)):
+                self.cancel(seq)
+                self._emit(seq, Failed(late))
+                admitted = True
+            elif self._gate.reserve(seq, self._active):
                 self._enter(seq)
                 admitted = True
         return admitted
@@ -448,8 +449,6 @@ class EngineCore:
         self._shares.charge(seq.request.share, token_cost(len(seq.ids)))
         seq.phase = Phase.DECODING
         finished = finish_reason(seq, self.max_context_tokens)
-        if seq.single_token and finished is None:
-            finished = FinishReason.LENGTH
         if not (first or drafted) and finished is None and sampled.logprobs is None:
             self._emit(seq, sampled.token_id)
             return

@@ -21,6 +21,7 @@ from services.engine.paged.sequence import RUNNING, WITH_SLOT, Phase, Sequence
 from services.engine.paged.step_time import StepTimes
 from services.engine.paged.waiting_queue import WaitingQueue, gives_way, tenant_of
 from services.kv.prefix_cache import PrefixCache
+from services.values.errors import DeadlineExceeded
 
 _ENOUGH_CHUNKS = 4
 _NOBODY = frozenset[str]()
@@ -231,6 +232,23 @@ class Gate:
         self._rate.taken(self._clock())
         self._note_if_empty()
         return True
+
+    def too_late(self, seq: Sequence, times: StepTimes) -> DeadlineExceeded | None:
+        """Return an error where the next token of whom `next` returned cannot come by its deadline, even if
+        its prompt is computed twice as fast as others were."""
+        if (due_s := seq.due_s) is None or seq.receives or seq.source is not None:
+            return None
+        if not (tokens_per_s := times.prompt_tokens_per_s):  # Nothing is known yet.
+            return None
+        assert seq.lookup is not None
+        tokens = len(seq.ids) - seq.lookup.cached_pages * self._cache.page_size
+        left_s, needed_s = due_s - self._clock(), tokens / tokens_per_s / 2
+        if needed_s <= left_s:
+            return None
+        return DeadlineExceeded(
+            f"{tokens} tokens of the prompt are still to be computed, which takes {needed_s:.2g} s or more, "
+            f"and {max(0.0, left_s):.2g} s are left"
+        )
 
     def _note_if_empty(self) -> None:
         if not self._queue:

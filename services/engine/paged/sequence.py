@@ -114,6 +114,11 @@ class Sequence:
         self.ending_ids = self.request.ending_ids
 
     @property
+    def due_s(self) -> float | None:
+        left_s = self.request.left_s
+        return None if left_s is None else self.submitted_s + left_s
+
+    @property
     def num_output(self) -> int:
         return len(self.ids) - len(self.request.prompt_ids)
 
@@ -218,7 +223,7 @@ def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None
         return FinishReason.STOP
     if sampling.max_tokens is not None and num_output >= sampling.max_tokens:
         return FinishReason.LENGTH
-    return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens else None
+    return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens or seq.single_token else None
 
 
 def follow_choice(seq: Sequence, token_id: int) -> InvalidRequest | None:

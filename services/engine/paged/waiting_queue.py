@@ -10,15 +10,18 @@ belong to one tenant:
                       in turn                B  B  A  A  A
 
 So within one tenant only arrival counts, and nobody waits for more of another tenant's requests than of its
-own tenant's.
+own tenant's. Of one tenant's requests of one priority those whose clients have set deadlines may go earlier
+(`earliest_first`).
 
 Where a router tells whose a request is, and the tenant's weight, tenants are ordered by the tokens that they
 have had (fair_share.py), and turns are counted by weight.
 """
 
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from itertools import islice
 from types import MappingProxyType
@@ -37,6 +40,7 @@ class WaitingQueue:
         # `_sequences` is ordered by these numbers of running sequences of each tenant, or by these places of
         # the tenants. The dict is empty for one tenant, and None stands for no order.
         self._ordered_by: dict[str, int] | None = {}
+        self._num_due = 0  # So many have a deadline.
 
     @property
     def is_of_one_tenant(self) -> bool:
@@ -55,7 +59,8 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         seq.overtaken, seq.overtaken_since_s, seq.lookup = 0, None, None
         self._tenants[tenant_of(seq)] += 1
-        if self.is_of_one_tenant and self._ordered_by == {}:
+        self._num_due += seq.due_s is not None
+        if self.is_of_one_tenant and self._ordered_by == {} and not self._num_due:
             insort(self._sequences, seq, key=place_in_line)
         else:
             self._sequences.append(seq)
@@ -79,11 +84,28 @@ class WaitingQueue:
             tenants = () if self.is_of_one_tenant else self._tenants
             ordered_by = {tenant: running[tenant] for tenant in tenants}
         if ordered_by != self._ordered_by:
+            if self._num_due:
+                self._sequences = self._by_deadlines()
             if by_share:
-                self._sequences.sort(key=lambda seq: _place_by_share(seq, ordered_by))
+                line = self._sequences if self._num_due else sorted(self._sequences, key=place_in_line)
+                self._sequences = sorted(line, key=lambda seq: _place_by_share(seq, ordered_by))
+            elif self._num_due:
+                self._sequences = _turns(self._sequences, running)
             else:
                 self._sequences = in_turn(self._sequences, running)
             self._ordered_by = ordered_by
+
+    def _by_deadlines(self) -> list[Sequence]:
+        line = sorted(self._sequences, key=place_in_line)
+        own: dict[tuple[int, str], list[Sequence]] = {}
+        for seq in line:
+            own.setdefault((seq.request.priority, tenant_of(seq)), []).append(seq)
+        turns = {group: iter(self._earliest_first(sequences)) for group, sequences in own.items()}
+        return [next(turns[seq.request.priority, tenant_of(seq)]) for seq in line]
+
+    def _earliest_first(self, line: list[Sequence]) -> list[Sequence]:
+        until_s = [seq.submitted_s + self._patience.deadline_s for seq in line]
+        return [line[place] for place in earliest_first([seq.due_s for seq in line], until_s)]
 
     def _places(self, running: Mapping[str, int]) -> dict[str, int]:
         shares = self._shares
@@ -160,6 +182,9 @@ class WaitingQueue:
 
     def _leave(self, seq: Sequence) -> None:
         tenant = tenant_of(seq)
+        if self._num_due:
+            self._ordered_by = None
+            self._num_due -= seq.due_s is not None
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
@@ -175,8 +200,25 @@ def weight_of(seq: Sequence) -> float:
     return 1.0 if share is None else share.weight
 
 
-def _place_by_share(seq: Sequence, places: Mapping[str, int]) -> tuple[int, int, float, int]:
-    return -seq.request.priority, places[tenant_of(seq)], seq.place, seq.arrival
+def _place_by_share(seq: Sequence, places: Mapping[str, int]) -> tuple[int, int]:
+    return -seq.request.priority, places[tenant_of(seq)]
+
+
+def earliest_first(due_s: SequenceOf[float | None], until_s: SequenceOf[float]) -> list[int]:
+    """Return the places of one tenant's line in the order of deadlines.
+
+    Who has none, or a later one, counts as due at its `until_s`, so that nobody who comes after that goes
+    before it, and a deadline sends nobody back. Nobody is due later than one behind it that has no earlier
+    deadline than its `until_s`; so those keep their order.
+    """
+    keys, least = list(until_s), math.inf
+    for place in reversed(range(len(keys))):
+        due = due_s[place]
+        if due is not None and due < until_s[place]:
+            keys[place] = min(due, least)
+        else:
+            keys[place] = least = min(until_s[place], least)
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
 def in_turn(
@@ -189,9 +231,16 @@ def in_turn(
     `had` has the number of turns that tenants have had. Tenants in the same turn are ordered by `served_at`,
     which has when each was last served: the longest ago goes first.
     """
+    return _turns(sorted(sequences, key=place_in_line), had, served_at)
+
+
+def _turns(
+    line: list[Sequence], had: Mapping[str, int], served_at: Mapping[str, int] = MappingProxyType({})
+) -> list[Sequence]:
+    """Order a line by turns, in which each tenant's own keep their order."""
     turns = Counter(had)
     keys: dict[Sequence, tuple[int, float, int, float, int]] = {}
-    for seq in sorted(sequences, key=place_in_line):
+    for seq in line:
         tenant = tenant_of(seq)
         turn = turns[tenant] / weight_of(seq)
         keys[seq] = -seq.request.priority, turn, served_at.get(tenant, -1), seq.place, seq.arrival

@@ -155,6 +155,7 @@ class ClientRequest:
     index: int = 0  # This is the index of this answer.
     tells_logprobs: bool = True  # They may only be needed to rank the answers.
     deadline: float = inf  # This is on the router's clock.
+    heeds_deadline: bool = False  # Ranks know of it, as the client itself set one.
     prompt: PackedIds = _NO_IDS
     past: PastAnswers | None = None  # Only a chat has these.
     adapter: Adapter | None = None

@@ -258,6 +258,7 @@ class FailoverStream:
             pull_from=None if source is None else convert.source_to_proto(source),
             share=convert_request.share_to_proto(request.share),
             adapter=None if request.adapter is None else convert.adapter_to_proto(request.adapter),
+            left_s=self._remaining_s() if request.heeds_deadline else None,
         )
 
     def _withdraw(self) -> Placed | None:

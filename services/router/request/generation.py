@@ -85,6 +85,7 @@ class Generator:
         max_wait_s: float,
         request_timeout_s: float,
         max_priority: int = 0,
+        heeds_deadlines: bool = False,
         grammars: Grammars | None = None,
         parsers: ParserChoice | None = None,
         keeps_strict: bool = True,
@@ -103,6 +104,7 @@ class Generator:
         self._max_wait_s = max_wait_s
         self._request_timeout_s = request_timeout_s
         self._max_priority = max_priority
+        self._heeds_deadlines = heeds_deadlines
         self._keep_thinking = keep_thinking
         self._limited = tenants
         self._served_names = served_names or (lambda: [model_name])
@@ -227,6 +229,7 @@ class Generator:
             DeadlineExceeded: the timeout has passed. It is not raised while the caller sends a response, so
                 that the caller has to limit that by `time_limit_s`.
         """
+        heeds_deadline = self._heeds_deadlines and timeout_s is not None
         timeout_s = self._timeout_s(timeout_s)
         deadline = self._clock() + timeout_s
         self._metrics.received()
@@ -235,6 +238,7 @@ class Generator:
                 span.set_attributes(story.request_attributes(request, self._model_name))
             with entered(self._limited, request.tenant, self._metrics.rejected) as account:
                 checked = await self._admit(request, timeout_s, deadline)
+                checked = replace(checked, heeds_deadline=heeds_deadline)
                 with self._track(checked, span, account) as progress:
                     past = self._past(request)
                     encoder = self._encoder()

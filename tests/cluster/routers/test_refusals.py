@@ -48,3 +48,29 @@ async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
         tokens, _ = await cluster.generate([1, 2, 3], timeout=10)
         assert tokens == continuation([1, 2, 3], 8)
         await cluster.assert_nothing_held()
+
+
+async def test_a_deadline_that_a_client_sets_is_known_where_its_request_waits(
+    etcd_endpoint, model_dir, cluster_name
+):
+    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
+    async with cluster:
+        left = {}
+
+        def noting(name, of_rank):
+            def call(request, *args):
+                left[name] = request.left_s
+                return of_rank(request, *args)
+
+            return call
+
+        decode, prefill = (cluster.ranks[f"{role}-0/0"].engine for role in ("decode", "prefill"))
+        decode.generate = noting("decode", decode.generate)
+        prefill.prefill = noting("prefill", prefill.prefill)
+        await cluster.generate([1, 2, 3], timeout=20)
+        assert 15 < left["prefill"] <= left["decode"] < 21
+        await cluster.generate([4, 5, 6], timeout=None)
+        assert left == {"decode": None, "prefill": None}
+        cluster.routers[0].generator._heeds_deadlines = False
+        await cluster.generate([7, 8, 9], timeout=20)
+        assert left == {"decode": None, "prefill": None}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Offered, Reserved, Token, Wanted
+from services.engine.paged.core_events import Carried, Failed, Offered, Reserved, Token, Wanted
 from services.engine.paged.model_runner import Proposal, Sampled, scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.take_overs import Declined
@@ -100,6 +100,7 @@ class Rank:
         self.tokens: dict[Sequence, list[int]] = {}
         self.told: dict[Sequence, PromptLogprobs] = {}
         self.finished: dict[Sequence, FinishReason] = {}
+        self.failed: dict[Sequence, str] = {}
         self.reserved: dict[Sequence, Reserved] = {}
         self.wanted: dict[Sequence, Wanted] = {}
         self.offered: dict[Sequence, list[Offered]] = {}
@@ -141,6 +142,8 @@ class Rank:
                     self.reserved[seq] = event
                     if event.wanted is not None:
                         self.wanted[seq] = event.wanted
+                case Failed():
+                    self.failed[seq] = type(event.error).__name__
                 case Offered():
                     self.offered.setdefault(seq, []).append(event)
                 case Carried():

@@ -24,7 +24,7 @@ class AbortCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number", "pull_from", "share", "adapter")
+    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number", "pull_from", "share", "adapter", "left_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_SO_FAR_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class Start(_message.Message):
     PULL_FROM_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids_so_far: _containers.RepeatedScalarFieldContainer[int]
@@ -57,7 +58,8 @@ class Start(_message.Message):
     pull_from: _common_pb2.PullSource
     share: _common_pb2.TenantShare
     adapter: _common_pb2.Adapter
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    left_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("outputs", "load", "numbers", "token_ids", "takes_further")

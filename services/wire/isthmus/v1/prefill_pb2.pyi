@@ -30,7 +30,7 @@ class Rendezvous(_message.Message):
     def __init__(self, room: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "num_output_ids", "sampling", "cache_salt", "priority", "rendezvous", "eos_token_ids", "traceparent", "pull_from", "share", "adapter")
+    __slots__ = ("request_id", "prompt_ids", "num_output_ids", "sampling", "cache_salt", "priority", "rendezvous", "eos_token_ids", "traceparent", "pull_from", "share", "adapter", "left_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class PrefillRequest(_message.Message):
     PULL_FROM_FIELD_NUMBER: _ClassVar[int]
     SHARE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    LEFT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     num_output_ids: int
@@ -55,7 +56,8 @@ class PrefillRequest(_message.Message):
     pull_from: _common_pb2.PullSource
     share: _common_pb2.TenantShare
     adapter: _common_pb2.Adapter
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_output_ids: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ...) -> None: ...
+    left_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_output_ids: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("first_token_id", "first_token_logprobs", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s", "prompt_logprobs", "pulled", "brought_tokens")

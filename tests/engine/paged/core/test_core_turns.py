@@ -4,6 +4,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation
@@ -11,13 +13,21 @@ from services.engine.paged import waiting_queue
 from services.engine.paged.admitting import Patience
 from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.sequence import Phase, Sequence
-from services.engine.paged.waiting_queue import WaitingQueue, in_turn
+from services.engine.paged.waiting_queue import WaitingQueue, earliest_first, in_turn
 from services.values.request import GenerationRequest, SamplingParams, TenantShare
 
+PATIENCE_S = Patience().deadline_s
 
-def waiting(arrival: int, tenant: str, priority: int = 0) -> Sequence:
-    request = GenerationRequest(f"r{arrival}", (1,), SamplingParams(), cache_salt=tenant, priority=priority)
-    return Sequence(request, arrival)
+
+def waiting(arrival: int, tenant: str, priority: int = 0, left_s: float | None = None) -> Sequence:
+    """It came in the second of its number."""
+    about = dict(cache_salt=tenant, priority=priority, left_s=left_s)
+    request = GenerationRequest(f"r{arrival}", (1,), SamplingParams(), **about)
+    return Sequence(request, arrival, submitted_s=float(arrival))
+
+
+def due(seq: Sequence) -> float:
+    return seq.submitted_s + min(PATIENCE_S, seq.request.left_s or PATIENCE_S)
 
 
 def named(line: list[Sequence]) -> str:
@@ -51,12 +61,21 @@ def test_tenants_take_turns(subtests):
         for number in range(2000):
             queue.order(running)
             line = list(queue)
-            assert line == in_turn(line, running)
+            if all(seq.request.left_s is None for seq in line):
+                assert line == in_turn(line, running)
+            else:
+                for group in {(seq.request.priority, seq.request.cache_salt) for seq in line}:
+                    own = [s for s in line if (s.request.priority, s.request.cache_salt) == group]
+                    assert own == sorted(own, key=lambda seq: (due(seq), seq.arrival))
+                assert [s.request.priority for s in line] == sorted(
+                    (s.request.priority for s in line), reverse=True
+                )
             match chance.randrange(6 if line else 2):
                 case 0 | 1:
                     # It becomes empty, or of one tenant, now and then.
                     if len(line) < 12 * (number // 100 % 2):
-                        queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1))))
+                        left_s = chance.choice((None, None, 2.0, 9.0, 90.0)) if number % 500 > 250 else None
+                        queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1)), left_s))
                 case 2:
                     queue.remove(chance.choice(line))
                 case 3:
@@ -65,6 +84,65 @@ def test_tenants_take_turns(subtests):
                     seq = line[0] if choice == 4 else chance.choice(line)
                     queue.take(seq, 0.0)
                     running[seq.request.cache_salt] += 1
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 30)), st.integers(5, 30)), max_size=9),
+    st.data(),
+)
+def test_deadlines_send_nobody_back_and_starve_nobody(line, data):
+    """Of each there is the deadline, and when others go before it no more, in the order without deadlines."""
+    dues, until = ([each[n] for each in line] for n in (0, 1))
+    urgent = [due_s is not None and due_s < until_s for due_s, until_s in line]
+    order = earliest_first(dues, until)
+    place = {number: at for at, number in enumerate(order)}
+    assert sorted(order) == list(range(len(line)))
+    others = [number for number in order if not urgent[number]]
+    assert others == sorted(others), "they keep their order"
+    for number in others:
+        passed_by = [n for n in order[: place[number]] if n > number]
+        assert all(dues[n] < until[number] for n in passed_by)
+    if line:
+        one = data.draw(st.sampled_from(range(len(line))))
+        without = earliest_first([None if n == one else each for n, each in enumerate(dues)], until)
+        assert place[one] <= without.index(one), "a deadline sends nobody back"
+    until.sort()  # As where they came in this order.
+    keys = [
+        until_s if due_s is None else min(due_s, until_s) for due_s, until_s in zip(dues, until, strict=True)
+    ]
+    assert earliest_first(dues, until) == sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def test_what_cannot_be_in_time_is_not_computed(subtests):
+    rank = Rank(num_pages=8000, chunk_size=64)
+    long = [number % 500 for number in range(8000)]
+    unmeasured = rank.submit([9] * 200, 1, left_s=1e-9)
+    rank.run([unmeasured])
+    takes_s = 8000 / rank.core._figures.times.prompt_tokens_per_s
+
+    def steps(ids, left_s, **about):
+        before = rank.computed_tokens
+        seq = rank.submit(ids, 1, left_s=left_s, **about)
+        rank.step()
+        return seq, rank.computed_tokens - before
+
+    with subtests.test("less than half of what it takes is left"):
+        late, computed = steps(long, 0.4 * takes_s)
+        assert (late.phase, computed, late in rank.finished) == (Phase.ENDED, 0, False)
+        assert rank.failed[late] == "DeadlineExceeded"
+    with subtests.test("more is left, so it may be in time"):
+        seq, computed = steps(long, 0.8 * takes_s)
+        assert (seq.phase, computed) == (Phase.COMPUTING, 64)
+        rank.run([seq])
+    with subtests.test("nearly all of it is cached"):
+        seq, _ = steps([*long, 5], 0.4 * takes_s)
+        rank.run([seq])
+    for name, about in [("another computes it", {"receives": True}), ("another holds it", {"held": 7000})]:
+        with subtests.test(name):
+            seq, _ = steps([1, *long], 0.1 * takes_s, **about)
+            assert seq.phase in (Phase.RECEIVING, Phase.PULLING)
+            rank.core.cancel(seq)
+    assert rank.core.check()
 
 
 def test_a_step_at_which_nothing_happens_sorts_no_line_and_weighs_nobody(monkeypatch):
