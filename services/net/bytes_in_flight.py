@@ -57,12 +57,21 @@ class BytesInFlight:
         num_places = max(1, most // _SHARE_ON_THE_WAY // largest)
         self.places = Places(num_places)
         self.streams = Places(STREAMS)
+        self._total = most
         self._most = most - num_places * largest
         self._largest = largest
         self._refused = refused
         self._owner = owner
         self._held_by = Counter[str]()  # Every owner here holds more than 0 bytes.
         self.held = 0
+
+    def admit_larger(self, num_bytes: int) -> int:
+        """Let each owner have one message of this size from now on, as far as two fit. Return the size.
+
+        It is for messages that are counted piece by piece: one on its way over gRPC counts as before.
+        """
+        self._largest = max(self._largest, min(num_bytes, self._total // 2))
+        return self._largest
 
     @contextmanager
     def call(self) -> Iterator["HeldBytes"]:

@@ -138,17 +138,20 @@ async def open_router(
         models.open(await stack.enter_async_context(open_model(config, checkpoint, around, metrics)))
         checks = SuspectChecks(mirror, tls, models.dead)
         await stack.enter_async_context(_background(checks.run(), failed))
-        further = _further_models(config, models, around, registry, failed)
-        message_bytes = await stack.enter_async_context(further)
+        bound = MessageBound(config.max_message_bytes)
+        bound.note(config.served_name, checkpoint.most_message_bytes)
+        further = _further_models(config, models, around, registry, failed, bound)
+        await stack.enter_async_context(further)
         watch = Watch(models, models.list_ranks, WatchMetrics(registry), config.max_watchers)
         load = _observed_load(config, models, mirror)
         if load is not None and config.plans_ranks:
             await stack.enter_async_context(_background(_planning(config, models, load).run(), failed))
         service = GenerationService(models, watch, tenants, load)
-        largest = config.max_message_bytes or max(checkpoint.most_message_bytes, message_bytes)
+        largest = bound.bytes
         in_flight = BytesInFlight(
             config.max_bytes_in_flight, largest, metrics.message_refused, callers.tenant_by_key
         )
+        bound.follow(in_flight)
         metrics.message_bytes.set_function(lambda: in_flight.held)
         log_lines.event(
             log, "message_bounds", largest_bytes=largest, in_flight_bytes=config.max_bytes_in_flight
@@ -171,7 +174,7 @@ async def open_router(
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             leaves_images_out=config.images == "placeholder",
-            max_body_bytes=largest,
+            max_body_bytes=lambda: bound.bytes,
             in_flight=in_flight,
             count=http_metrics.count_call,
             metrics=shown,
@@ -196,20 +199,19 @@ async def _further_models(
     around: Surroundings,
     registry: CollectorRegistry,
     failed: asyncio.Event,
-) -> AsyncIterator[int]:
-    """Serve the models of --models, too. Yield the bytes that a message to those listed now can need."""
+    bound: "MessageBound",
+) -> AsyncIterator[None]:
+    """Serve the models of --models, too. `bound` hears of the messages that those listed now can need."""
     if config.models is None:
-        yield 0
+        yield
         return
     registry.register(prometheus.OnLoop(ModelsCollector(models)))
-    most_bytes = 0
 
     @contextlib.asynccontextmanager
     async def opened(config: RouterConfig) -> AsyncIterator[Model]:
-        nonlocal most_bytes
         config = await asyncio.to_thread(resolved, config, weights=False)
         checkpoint = await asyncio.to_thread(read_checkpoint, config)
-        most_bytes = max(most_bytes, checkpoint.most_message_bytes)
+        bound.note(config.served_name, checkpoint.most_message_bytes)
         metrics = RouterMetrics(CollectorRegistry(), config.served_name)
         around.mirror.join_fleet(config.served_name)
         try:
@@ -220,7 +222,40 @@ async def _further_models(
 
     file = ModelsFile(config.models, config, models, opened, around.mirror.ranks.values)
     async with file.serving(), _background(file.run(), failed):
-        yield most_bytes
+        yield
+
+
+class MessageBound:
+    """Clients' messages may be as large as the models can need that have been served, or as
+    --max-message-bytes states. It follows models that come later over HTTP alone: gRPC takes its bound when
+    its server opens.
+    """
+
+    def __init__(self, stated: int) -> None:
+        self.bytes = stated
+        self._is_stated = bool(stated)
+        self._in_flight: BytesInFlight | None = None
+
+    def follow(self, in_flight: BytesInFlight) -> None:
+        """Count by this from now on; gRPC's server takes what is the bound now."""
+        self._in_flight = in_flight
+
+    def note(self, model: str, needed_bytes: int) -> None:
+        if self._is_stated or needed_bytes <= self.bytes:
+            return
+        if self._in_flight is None:
+            self.bytes = needed_bytes
+            return
+        grpc_bytes, self.bytes = self.bytes, self._in_flight.admit_larger(needed_bytes)
+        log_lines.event(
+            log,
+            "message_bound_raised",
+            level=logging.WARNING,
+            model=model,
+            needed_bytes=needed_bytes,
+            http_bytes=self.bytes,
+            grpc_bytes=grpc_bytes,
+        )
 
 
 def _observed_load(config: RouterConfig, models: Models, mirror: Mirror) -> ObservedLoad | None:

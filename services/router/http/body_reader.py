@@ -116,7 +116,7 @@ class CountedBodies:
 class BodyReader:
     def __init__(
         self,
-        max_body_bytes: int,
+        max_body_bytes: Callable[[], int],
         context_tokens: Callable[[], int | None] = lambda: None,
         *,
         leaves_images_out: bool = False,
@@ -148,7 +148,7 @@ class BodyReader:
         if len(body) < _LONG_BODY and not encoding:
             return read_fields(body)
         async with self._turn():
-            plain = await asyncio.to_thread(decoded, body, encoding, self._max_body_bytes)
+            plain = await asyncio.to_thread(decoded, body, encoding, self._max_body_bytes())
             if held is not None:
                 held.add(len(plain) - len(body))
             return await asyncio.to_thread(read_fields, plain)
@@ -181,8 +181,8 @@ class BodyReader:
         return body
 
     def _check_length(self, num_bytes: int) -> None:
-        if num_bytes > self._max_body_bytes:
-            raise BodyTooLong(f"the body must be at most {self._max_body_bytes} bytes")
+        if num_bytes > (most := self._max_body_bytes()):
+            raise BodyTooLong(f"the body must be at most {most} bytes")
 
     def _check_lists(self, fields: Mapping[str, object]) -> None:
         most = self._context_tokens()

@@ -58,7 +58,7 @@ def http_app(
     keys: ApiKeys | None = None,
     allowed_origins: Sequence[str] = (),
     leaves_images_out: bool = False,
-    max_body_bytes: int = 8 << 20,
+    max_body_bytes: Callable[[], int] = lambda: 8 << 20,
     in_flight: BytesInFlight | None = None,
     clock: Callable[[], float] = time.time,
     count: Callable[[str], None] = lambda dialect: None,
@@ -72,7 +72,7 @@ def http_app(
         keys: The API keys; without them anybody may use the API.
         allowed_origins: The origins of web pages that may call the API.
         leaves_images_out: Whether a text replaces each image of a body, which is an error otherwise.
-        max_body_bytes: The largest body.
+        max_body_bytes: The function that returns the largest body's bytes.
         in_flight: The count of the bytes of bodies.
         clock: The function that returns seconds since the epoch, for the `created` fields.
         count: The function that receives each call's dialect.

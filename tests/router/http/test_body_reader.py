@@ -47,7 +47,7 @@ async def test_a_body_that_is_no_json_object_is_refused(subtests: pytest.Subtest
 async def test_a_body_that_is_too_large_is_refused(subtests: pytest.Subtests) -> None:
     with subtests.test("a body that is too large is refused"):
         backend = FakeBackend()
-        async with client(backend, max_body_bytes=100) as http:
+        async with client(backend, max_body_bytes=lambda: 100) as http:
             answer = await http.post("/v1/completions", json={"prompt": "a" * 100})
         assert answer.status_code == 413
         assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -60,7 +60,7 @@ async def test_a_body_that_is_too_large_is_refused(subtests: pytest.Subtests) ->
             raise AssertionError("it is not read")
             yield b""
 
-        async with client(FakeBackend(), max_body_bytes=100) as http:
+        async with client(FakeBackend(), max_body_bytes=lambda: 100) as http:
             headers = {"content-length": "101", "content-type": "application/json"}
             answer = await http.post("/v1/completions", content=pieces(), headers=headers)
         assert answer.status_code == 413
@@ -112,7 +112,7 @@ async def test_a_body_that_cannot_be_unpacked_is_refused(subtests: pytest.Subtes
     with subtests.test("a small body that unpacks to a large one is refused"):
         plain = json.dumps({"prompt": "a" * 100_000}).encode()
         for encoding in ("gzip", "deflate", "zstd"):
-            async with client(FakeBackend(), max_body_bytes=10_000) as http:
+            async with client(FakeBackend(), max_body_bytes=lambda: 10_000) as http:
                 headers = {"content-encoding": encoding}
                 answer = await http.post(
                     "/v1/completions", content=COMPRESS[encoding](plain), headers=headers

@@ -128,7 +128,7 @@ async def test_what_does_not_come_to_an_end_is_given_up(subtests, caplog):
                 await front.until_left(0)
             assert not caplog.records
     with subtests.test("a body that nobody waits for is given up too"):
-        async with serving(body_s=0.05, max_body_bytes=10) as front:
+        async with serving(body_s=0.05, max_body_bytes=lambda: 10) as front:
             client = await front.connect()
             assert (await client.answer(post(b"x" * 20, length=1 << 30)))[0] == 413
             assert await client.is_closed()
