@@ -160,14 +160,14 @@ class Tiering:
             due_s.append(look_at_s)
         return max(0.0, min(due_s) - self._clock()) if due_s else None
 
-    def enter(self, seq: EngineSequence, *, may_wait: bool = True) -> bool:
+    def enter(self, seq: EngineSequence, *, may_wait: bool = True, counts: bool = True) -> bool:
         """Begin to read what a tier holds beyond the cached prefix of a sequence that computes or receives.
 
-        The sequence has its pages, and nobody else writes them. With `may_wait` it may wait for another read.
-        Return whether it waits for a read now.
+        The sequence has its pages, and nobody else writes them. With `may_wait` it may wait for another read,
+        or for a look. With `counts` it is a hit or a miss. Return whether it waits for a read now.
         """
         was_renegotiated = seq.phase is Phase.RECEIVING and seq.prefix_limit is not None
-        if self.is_lost or was_renegotiated or not self._begin(seq, self._computed_per_s, may_wait):
+        if self.is_lost or was_renegotiated or not self._begin(seq, self._computed_per_s, may_wait, counts):
             return False
         if seq.phase is Phase.COMPUTING:
             seq.phase = Phase.FILLING
@@ -198,14 +198,16 @@ class Tiering:
             return end - depth <= left.read_s * left.computed_tokens_per_s
         return end - depth < self._block_tokens
 
-    def _begin(self, seq: EngineSequence, computed_tokens_per_s: float, may_wait: bool) -> bool:
+    def _begin(self, seq: EngineSequence, computed_tokens_per_s: float, may_wait: bool, counts: bool) -> bool:
         now_s = self._clock()
         found = self._finding.find(seq, seq.computed, seq.stored)
         if found is None:
             return False
         if may_wait and found.end < found.wanted_end and self._waits_for_look(seq, now_s):
             return True
-        self._count_look_up(seq, bool(found.slots), may_wait)
+        if counts and seq.retractions == 0:
+            self.counts.hits += bool(found.slots)
+            self.counts.misses += not found.slots
         if not found.slots:
             return False
         if own := [block for block in found.slots if block.place.tier != self._shared_tier]:
@@ -245,11 +247,6 @@ class Tiering:
         self._look_again_s = self._clock() + max(_LOOK_AGAIN_S, _LOOK_SHARE * look.took_s)
         if look.error is not None:
             self._health.note_error(self._shared_tier, str(look.error), reading=True)
-
-    def _count_look_up(self, seq: EngineSequence, found: bool, is_first: bool) -> None:
-        if is_first and seq.retractions == 0:
-            self.counts.hits += found
-            self.counts.misses += not found
 
     def read_ahead(self, waiting: Iterable[EngineSequence]) -> None:
         """Have what files hold for those next in turn read while they wait, as far as it is worth reading.
@@ -352,7 +349,8 @@ class Tiering:
         self._hooks.offer(seq)
         if fill.behind is not None:
             self._hooks.catch_up(seq)
-            self.enter(seq, may_wait=isinstance(fill.behind, Look) and fill.behind.is_over)
+            looked = isinstance(fill.behind, Look)  # It was not counted before that.
+            self.enter(seq, may_wait=looked and fill.behind.is_over, counts=looked)
         if seq.phase is Phase.RECEIVING and seq not in self._fills:
             self._hooks.report(seq)
 

@@ -452,6 +452,8 @@ def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
     while seq not in rank.finished:
         rank.step()  # The disk never answers.
     assert rank.tokens[seq] == continuation(prompt, 3)
+    counts = rank.tiers.counts
+    assert (counts.hits, counts.misses) == (0, 1), "it found nothing, however late the look was"
     next_one = rank.submit(prompt_of(2, 40), 3)
     rank.step()
     assert next_one.phase is Phase.COMPUTING, "that look has taken too long, and nobody else waits for it"
@@ -461,6 +463,15 @@ def test_nobody_waits_long_for_a_look_at_what_others_keep(tmp_path):
     rank.step()
     assert look.is_over
     assert rank.tiers._look_again_s > rank.now + 39.0, "what takes long is not done often"
+
+    own = with_stored(prompt, shared=(tmp_path, "d.2"))
+    hits, own.tiers._look_again_s = own.tiers.counts.hits, 0.0
+    seq = own.submit([*prompt, *prompt_of(3, 20)], 3)
+    own.step()
+    assert seq.phase is Phase.FILLING and own.tiers.counts.hits == hits
+    own.now += 0.05
+    own.step()
+    assert own.tiers.counts.hits == hits + 1, "what it keeps itself is a hit all the same"
 
 
 def test_a_tier_that_is_smaller_than_the_pool_keeps_what_goes_next():
