@@ -271,7 +271,7 @@ class EngineCore:
             )
             if seq is None:
                 break
-            if self.tiers is None and (late := self._gate.too_late(seq, self._figures.times)):
+            if self.tiers is None and (late := self._gate.too_late(seq, self.figures.times)):
                 self.cancel(seq)
                 self._emit(seq, Failed(late))
                 admitted = True
