@@ -118,7 +118,7 @@ def test_what_cannot_be_in_time_is_not_computed(subtests):
     long = [number % 500 for number in range(8000)]
     unmeasured = rank.submit([9] * 200, 1, left_s=1e-9)
     rank.run([unmeasured])
-    takes_s = 8000 / rank.core._figures.times.prompt_tokens_per_s
+    takes_s = 8000 / rank.core.figures.times.prompt_tokens_per_s
 
     def steps(ids, left_s, **about):
         before = rank.computed_tokens
