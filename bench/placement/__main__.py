@@ -13,6 +13,7 @@ in how many cells ours leads, ties within 3 % or loses. --quick takes one load o
 Of a trace a page is one block. "ours" (for its pins) and "sticky" are given conversation ids worked out
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
 "everywhere" is a bound: sessions on ranks that do both, each of which is taken to hold whatever is asked for.
+"ours-alone" lets no rank pull from another; the oracle does not either.
 "ours-held" takes ranks of a model with recurrent layers (workloads "hybrid-...") to go on wherever they hold.
 The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
 every three seconds, so that ten requests come at once. Of 200+800 ranks, which get 25 times the load for five

@@ -24,11 +24,11 @@ from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
 
-OURS = ("ours", "ours-remote", "ours-held", "oracle")
+OURS = ("ours", "ours-remote", "ours-held", "ours-alone", "oracle")
 OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
 POLICIES = OURS + OTHERS  # of a trace
 ONE_PLAN = ("ours-remote", "ours-local", "oracle-remote")  # where there are prefill ranks
-READ_INDEX = ("ours", "ours-remote", "ours-held")  # and pins
+READ_INDEX = ("ours", "ours-remote", "ours-held", "ours-alone")  # and pins
 
 
 class Simulation(Replay):

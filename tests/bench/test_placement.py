@@ -20,6 +20,7 @@ from bench.placement.workload import (
 )
 from services.router.replay.events import Events
 from services.router.replay.pins import Pins
+from services.router.replay.workload import TraceRequest
 from services.values.rank import RankKey
 
 pytestmark = pytest.mark.long
@@ -67,7 +68,8 @@ def test_simulations(subtests, trace):
             for job in simulation.jobs:
                 tokens = job.request.prompt_tokens
                 computing = job.prefill or job.decode
-                assert job.resumed_blocks == job.decode_blocks or job.prefill
+                own_blocks = job.resumed_blocks - job.pulled_blocks
+                assert own_blocks == job.decode_blocks or job.prefill
                 assert job.computed_tokens == tokens - min(512 * job.resumed_blocks, tokens - 1)
                 assert (
                     job.first_token_s - job.request.arrival_s
@@ -75,7 +77,7 @@ def test_simulations(subtests, trace):
                 )
                 assert job.ended_s >= job.first_token_s
             assert (row["local_share"] == 0) == (
-                prefill > 0 and policy not in ("ours", "ours-held", "oracle")
+                prefill > 0 and policy not in ("ours", "ours-held", "ours-alone", "oracle")
             )
     for policy in [policy for policy in POLICIES if policy not in READ_INDEX]:
         with subtests.test("who reads no index does not see its staleness", policy=policy):
@@ -107,9 +109,30 @@ def test_simulations(subtests, trace):
             computed.append(simulation.run()["computed_ratio"])
             jobs = simulation.jobs
             assert all(job.computed_tokens == tokens_after(job.resumed_blocks, job.request) for job in jobs)
-            assert all(job.resumed_blocks == job.decode_blocks + job.brought_blocks for job in jobs)
+            for job in jobs:
+                assert job.resumed_blocks == job.decode_blocks + job.brought_blocks + job.pulled_blocks
             assert any(job.brought_blocks for job in jobs) == (tier_blocks > 0)
         assert computed[1] < 0.9 * computed[0]
+    with subtests.test("a crowd pulls what one rank holds, and computes it nowhere else"):
+        prefix, jobs = tuple(range(1, 65)), {}
+        arrivals_s = [0.0] + [20 + 0.1 * number for number in range(8)]
+        requests = []
+        for number, at_s in enumerate(arrivals_s):
+            blocks = (*prefix, *range(100 * number + 100, 100 * number + 116))
+            requests.append(TraceRequest(number, at_s, blocks, 80 * 512, 50, f"s{number}"))
+        for policy in ("ours", "ours-alone"):
+            simulation = Simulation(Setting(0, 4), policy, requests)
+            simulation.serve()
+            jobs[policy] = simulation.jobs
+        pulled = [job for job in jobs["ours"] if job.pulled is not None]
+        assert pulled and not any(job.source for job in jobs["ours-alone"])
+        for job in pulled:
+            assert job.pulled.tokens == 512 * job.pulled_blocks == 512 * 64
+            assert job.pulled.seconds >= job.pulled.bytes / job.decode.timing.bytes_per_s
+            assert job.began_s >= job.queued_s + job.pulled.seconds
+        assert sum(job.resumed_blocks == 0 for job in jobs["ours"]) == 1
+        waited = {p: sum(job.first_token_s - job.request.arrival_s for job in of) for p, of in jobs.items()}
+        assert waited["ours"] < waited["ours-alone"]
     with subtests.test("a run can be repeated"):
         requests = read_trace(trace)
         rows = [Simulation(Setting(2, 2, blocks=80), "ours", requests).run() for _ in range(2)]

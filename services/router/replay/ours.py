@@ -19,7 +19,7 @@ from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.rank_reports import NO_CHECKPOINTS, Registration
+from services.values.rank_reports import LENDS, NO_CHECKPOINTS, PULLS, Registration
 from services.values.request import Admitted
 
 _SEED = scope_seed(MODEL)
@@ -37,14 +37,25 @@ class Fleet:
 class Ours:
     """Placer, Balance and PrefixIndex as the router has them, fed by the ranks' reports and cache events."""
 
-    def __init__(self, fleet: Fleet, events: Events, share: Share, pins: Pins, tells: bool = True) -> None:
-        """Ranks are taken to go on wherever they hold unless `tells` is set."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        events: Events,
+        share: Share,
+        pins: Pins,
+        tells: bool = True,
+        pulls: bool = True,
+    ) -> None:
+        """Ranks are taken to go on wherever they hold unless `tells` is set, and none is told of a source
+        unless `pulls` is."""
         timing = fleet.timing
         self.index, self.below = PrefixIndex(), PrefixIndex()
         self._balance = Balance(
             events.clock, prior_bandwidth=timing.bytes_per_s, chunk_tokens=timing.chunk_tokens
         )
-        settings = PlacerSettings(timing.block_tokens, timing.chunk_tokens, fleet.weights)
+        settings = PlacerSettings(
+            timing.block_tokens, timing.chunk_tokens, fleet.weights, pulls and not timing.state_bytes
+        )
         self._deltas: Counter[RankKey] = Counter()  # taken in
         self._placer = Placer(
             settings, self.index, self._balance, self._deltas.__getitem__, lambda _: True, self.below
@@ -59,6 +70,8 @@ class Ours:
             if rank.tier is not None:
                 self.below.take_snapshot(rank.id, ())
             self._balance.report(rank.id.key, rank.load())
+        self._ranks: dict[RankId, Rank] = {rank.id: rank for rank in (*fleet.decodes, *fleet.prefills)}
+        self._block_tokens = timing.block_tokens
         self._plans = fleet.plans
         self._pins = pins
         self._router = share.index
@@ -78,6 +91,8 @@ class Ours:
 
     def sent(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]
+        if (source := decision.chosen.source) is not None:
+            job.source, job.source_blocks = self._ranks[source.id], source.tokens // self._block_tokens
         self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
         decode = decision.chosen.decode.id.key
         self._pins.pin(job.request.session, decode, self._router)
@@ -127,7 +142,7 @@ def _registration(rank: Rank, role: Role, timing: Timing, tells: bool) -> Regist
         max_context_tokens=1 << 20,
         total_pages=rank.cache.num_pages,
         engine=MODEL,
-        capabilities=() if tells else (NO_CHECKPOINTS,),
+        capabilities=(LENDS, PULLS) if tells else (LENDS, PULLS, NO_CHECKPOINTS),
     )
 
 
@@ -150,4 +165,5 @@ def _admitted(job: Job, plan: Plan) -> Admitted:
         transfer_s=job.transfer_s,
         plan=plan,
         brought_tokens=job.brought_blocks * block_tokens,
+        pulled=job.pulled,
     )

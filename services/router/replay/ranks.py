@@ -20,11 +20,13 @@ from services.kv.block_hash import scope_seed
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.router.replay.below import Tier
 from services.router.replay.events import Events
+from services.router.replay.pulls import Pulls
 from services.router.replay.resuming import Resuming
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 from services.values.rank_reports import RankLoad
+from services.values.request import Pulled
 
 MODEL = "sim"
 
@@ -72,6 +74,10 @@ class Job:
     decode_blocks: int = 0  # matched
     resumed_blocks: int = 0  # not computed by who computes
     brought_blocks: int = 0  # of these, read from its tier
+    pulled_blocks: int = 0  # of these, written by its source
+    source: "Rank | None" = None
+    source_blocks: int = 0  # that the source is to hold
+    pulled: Pulled | None = None  # what came of that
     borders: Sequence[int] = ()  # where that one keeps states
     computed_tokens: int = 0
     delta_tokens: int = 0
@@ -104,18 +110,20 @@ class Rank(ABC):
         self.block_tokens = timing.block_tokens
         self.events = events
         self.busy_s = 0.0
+        self.link_free_s = 0.0  # It sends until then.
+        self.pulls = Pulls(self)
         self.holds_all = False  # whether it is taken to hold all but the new part of every prompt
         self.report: Callable[[Rank], None] = _nobody
-        self.publish: Callable[[Rank, CacheEvents], None] = _nobody_publishes
-        self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody_publishes
+        self.publish: Callable[[Rank, CacheEvents], None] = _nobody
+        self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody
         self._queue: deque[Job] = deque()
-        self._read: deque[Job] = deque()  # Their tier has been read.
+        self._read: deque[Job] = deque()  # Their tier has been read, or a pull is over.
         self._queued_tokens = 0
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
         self._done_tokens = 0  # of the current prompt
         self._chunk_tokens = 0
-        self._chunk_began_s = 0.0
+        self._chunk_began_s = self._chunk_ends_s = 0.0
         self._reporting = self._flushing = False
 
     @property
@@ -150,9 +158,11 @@ class Rank(ABC):
 
     def _submit(self, job: Job) -> None:
         job.queued_s = self.events.now
-        job.pending_tokens = job.request.prompt_tokens - self.reused_tokens(job.request)
+        pulled_tokens = job.source_blocks * self.timing.block_tokens
+        job.pending_tokens = job.request.prompt_tokens - max(self.reused_tokens(job.request), pulled_tokens)
         self._queued_tokens += job.pending_tokens
         self._queue.append(job)
+        self.pulls.begin(job)
         self._next()
         self.changed()
 
@@ -161,14 +171,37 @@ class Rank(ABC):
         while self._current is None:
             if self._read:
                 self._begin(self._read.popleft())
-            elif not self._queue or not self._open(self._queue[0]):
+            elif (job := self._first_with_pages()) is None:
                 return
-            elif not self._reads(job := self._queue.popleft()):
-                self._begin(job)
+            else:
+                self._queue.remove(job)
+                if not self.pulls.awaits(job) and not self._reads(job):
+                    self._begin(job)
+
+    def _first_with_pages(self) -> Job | None:
+        """Return the head of the queue or, without room for that, the first one that has its pages."""
+        if self._queue and self.take_pages(self._queue[0]) is not None:
+            return self._queue[0]
+        return next((job for job in self._queue if job in self._pages), None)
+
+    def take_pages(self, job: Job) -> SequencePages | None:
+        return self._pages[job] if job in self._pages or self._open(job) else None
+
+    def pull_ended(self, job: Job, followers: Sequence[Job], more_tokens: int) -> None:
+        """Go on with the job, which computes so many more than was expected, and with those that waited."""
+        job.pending_tokens += more_tokens
+        self._queued_tokens += more_tokens
+        self._read += followers if job in self._queue else (job, *followers)
+        self._next()
+        self.changed()
+
+    def step_left_s(self) -> float:
+        """Return the time until it looks at what others ask of it, which is between two steps."""
+        return self._chunk_ends_s - self.events.now if self._current is not None else 0.0
 
     def _reads(self, job: Job) -> bool:
         """Return whether it waits for its tier; what would take longer to read is computed."""
-        if self.tier is None:
+        if self.tier is None or job.pulled is not None:
             return False
         depth, held, timing = self.tier.depth(job.request.blocks), self._pages[job].prefix_len, self.timing
         read_s = (depth - held) * timing.block_bytes / timing.tier_bytes_per_s
@@ -190,6 +223,9 @@ class Rank(ABC):
         job.began_s = self.events.now
         pages, num_blocks = self._pages[job], len(job.request.blocks)
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
+        if job.source is not None:  # More of it may be here now than when it got its pages.
+            self.cache.adopt(pages, job.request.blocks)
+            job.resumed_blocks = pages.num_published
         job.borders = self.resuming.borders(job.resumed_blocks, pages.prefix_len, num_blocks)
         found = job.request.found_tokens(job.resumed_blocks, self.block_tokens)
         matched = min(found, job.request.prompt_tokens - 1)
@@ -207,6 +243,7 @@ class Rank(ABC):
         self._chunk_tokens = min(left, max(1, aligned - self._done_tokens))
         self._chunk_began_s = self.events.now
         took_s = self._chunk_s()
+        self._chunk_ends_s = self.events.now + took_s
         self.busy_s += took_s
         self.events.after(took_s, self._chunk_ended)
 
@@ -253,6 +290,9 @@ class Rank(ABC):
         self.cache.close(self._pages.pop(job))
         if self.tier is not None:
             self.tier.store(job.request.answered or job.request.blocks)
+        self.freed()
+
+    def freed(self) -> None:
         self._next()
         self.changed()
 
@@ -287,23 +327,12 @@ class Rank(ABC):
             pending_tokens=self.pending_tokens,
             books=self.cache.books(),
             prefill_tokens_per_s=self.timing.reported_tokens_per_s,
+            granted_pages=self.pulls.granted_pages,
             memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
 
 class PrefillRank(Rank):
-    def __init__(
-        self,
-        id: RankId,
-        num_pages: int,
-        timing: Timing,
-        events: Events,
-        num_states: int = 0,
-        tier_blocks: int = 0,
-    ) -> None:
-        super().__init__(id, num_pages, timing, events, num_states, tier_blocks)
-        self._link_free_s = 0.0
-
     def submit(self, job: Job) -> None:
         self._submit(job)
 
@@ -322,9 +351,9 @@ class PrefillRank(Rank):
         num_bytes = job.delta_tokens * timing.kv_bytes_per_token + timing.state_bytes
         last_tokens = min(job.delta_tokens, timing.chunk_tokens)
         last_bytes = last_tokens * timing.kv_bytes_per_token + timing.state_bytes
-        all_but_last_s = max(job.began_s, self._link_free_s) + (num_bytes - last_bytes) / timing.bytes_per_s
+        all_but_last_s = max(job.began_s, self.link_free_s) + (num_bytes - last_bytes) / timing.bytes_per_s
         landed_s = max(self.events.now, all_but_last_s) + last_bytes / timing.bytes_per_s
-        self._link_free_s = landed_s
+        self.link_free_s = landed_s
         job.transfer_s = landed_s - self.events.now
         self.events.at(landed_s, self._landed, job)
 
@@ -389,8 +418,8 @@ class DecodeRank(Rank):
         tokens = max(len(request.blocks) * self.block_tokens, request.prompt_tokens) + request.output_tokens
         return -(-tokens // self.block_tokens)
 
-    def _close(self, job: Job) -> None:
-        super()._close(job)
+    def freed(self) -> None:
+        super().freed()
         self._admit()
 
     # -- steps ------------------------------------------------------------------------------------
@@ -411,6 +440,8 @@ class DecodeRank(Rank):
         self._end_those_due()
 
     def _computed(self, job: Job) -> None:
+        if job.source is not None:
+            job.decode_blocks = job.resumed_blocks - job.brought_blocks - job.pulled_blocks
         self._first_token(job)
 
     def _first_token(self, job: Job) -> None:
@@ -419,6 +450,10 @@ class DecodeRank(Rank):
         self._catch_up()
         heappush(self._ends, (self._steps + job.request.output_tokens - 1, job.request.number, job))
         self._wake_for_next_end()
+
+    def step_left_s(self) -> float:
+        """Return the same; without a chunk half a step is left in the mean."""
+        return super().step_left_s() or self.batch_step_s() / 2
 
     def _catch_up(self) -> None:
         """Count the steps made since last looked at. A step with a chunk is counted when it ends."""
@@ -453,21 +488,14 @@ class DecodeRank(Rank):
         self._wake_for_next_end()
 
     def load(self) -> RankLoad:
-        return RankLoad(
+        return replace(
+            super().load(),
             running=self.num_running,
             waiting=len(self._queue) + len(self._receiving),
-            pending_tokens=self.pending_tokens,
             waiting_tokens=sum(job.request.prompt_tokens for job in self._receiving),
-            books=self.cache.books(),
             step_s=self.batch_step_s(),
-            prefill_tokens_per_s=self.timing.reported_tokens_per_s,
-            memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
 
 
-def _nobody(rank: Rank) -> None:
-    """Nobody listens yet."""
-
-
-def _nobody_publishes(rank: Rank, events: CacheEvents) -> None:
+def _nobody(*news: object) -> None:
     """Nobody listens yet."""

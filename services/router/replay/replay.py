@@ -18,8 +18,9 @@ _BELOW_S = 0.5  # in the mean until the next record of what lies below; there is
 
 
 class Replay:
-    """It replays the requests with policy "ours", with "ours-remote" or "ours-local" by one plan alone, or
-    with "ours-held", which takes ranks to go on wherever they hold a prompt."""
+    """It replays the requests with policy "ours", with "ours-remote" or "ours-local" by one plan alone, with
+    "ours-held", which takes ranks to go on wherever they hold a prompt, or with "ours-alone", under which no
+    rank pulls from another."""
 
     def __init__(self, setting: Setting, policy: str, requests: Sequence[TraceRequest]) -> None:
         self._setting = setting
@@ -69,8 +70,8 @@ class Replay:
         setting = self._setting
         pins = Pins(self._events, setting.staleness_s)
         shares = [Share(i, setting.routers) for i in range(setting.routers)]
-        fleet, tells = self._fleet(name), name != "ours-held"
-        return [Ours(fleet, self._events, share, pins, tells) for share in shares]
+        fleet, tells, pulls = self._fleet(name), name != "ours-held", name != "ours-alone"
+        return [Ours(fleet, self._events, share, pins, tells, pulls) for share in shares]
 
     def _fleet(self, name: str) -> Fleet:
         setting = self._setting
