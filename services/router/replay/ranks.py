@@ -452,7 +452,6 @@ class DecodeRank(Rank):
         self._wake_for_next_end()
 
     def step_left_s(self) -> float:
-        """Return the same; without a chunk half a step is left in the mean."""
         return super().step_left_s() or self.batch_step_s() / 2
 
     def _catch_up(self) -> None:
