@@ -48,7 +48,7 @@ class ObservedLoad:
 
     def note(self, progress: Progress, outcome: str) -> None:
         """Remember a request that has ended, if a rank had begun to answer it."""
-        if seen := list(observed(progress, is_over=True)):
+        if seen := observed(progress, is_over=True):
             recorder = self._recorders.get(progress.request.model)
             if recorder is None:
                 self._forget_models()
@@ -69,7 +69,7 @@ class ObservedLoad:
         now = self._clock()
         requests = [] if recorder is None else recorder.recent(now)
         for progress in model.generator.running:
-            requests += observed(progress, is_over=False)
+            requests += observed(progress, is_over=False) or waiting(progress, now)
         return Observation(self._fleet(model), requests)
 
     def _fleet(self, model: Model) -> Fleet:
@@ -110,8 +110,9 @@ class ObservedLoad:
         return load_to_proto(Observation(seen.fleet, requests))
 
 
-def observed(progress: Progress, *, is_over: bool) -> Iterator[Observed]:
-    """Yield what is known of a request's answers. All but the first found its prompt at their rank."""
+def observed(progress: Progress, *, is_over: bool) -> list[Observed]:
+    """Return what is known of a request's answers. All but the first found its prompt at their rank."""
+    found = []
     for answer in progress.answers:
         admitted = answer.admitted
         if admitted is None or answer.first_token_s is None or answer.stages is None:
@@ -119,7 +120,7 @@ def observed(progress: Progress, *, is_over: bool) -> Iterator[Observed]:
         queue_s = admitted.decode_queue_s + admitted.prefill_queue_s
         if answer.attempts > 1:  # The time at ranks that failed is no part of a plan.
             queue_s += answer.stages.router_queue_s
-        yield Observed(
+        seen = Observed(
             answer.began_s,
             admitted.prompt_tokens,
             len(answer.output_ids),
@@ -136,6 +137,18 @@ def observed(progress: Progress, *, is_over: bool) -> Iterator[Observed]:
             _conversation(answer),
             answer.served[0].placed.prompt.hashes,
         )
+        found.append(seen)
+    return found
+
+
+def waiting(progress: Progress, now: float) -> list[Observed]:
+    """Return a request that a rank has not answered yet: it is load, too."""
+    if progress.placed is None:
+        return []
+    waits_s, hashes = now - progress.began_s, progress.placed.prompt.hashes
+    tokens = progress.prompt_tokens, 0, 0, 0, 0
+    times = 0.0, waits_s, 0.0, 0.0, 0.0
+    return [Observed(progress.began_s, *tokens, *times, False, False, _conversation(progress), hashes)]
 
 
 def _conversation(progress: Progress) -> int:

@@ -60,6 +60,15 @@ async def test_what_a_router_saw_of_its_requests(subtests):
             assert (first.queue_s, first.compute_s, first.transfer_s) == (0.75, 1.0, 0.125)
             assert first.is_remote and first.is_over and list(first.blocks) == [7, 8]
             assert not runs.is_over and runs.output_tokens == 3
+            queued = Progress(
+                ClientRequest("r", SamplingParams(), "c", "acme", model="m"), 99.0, INVALID_SPAN
+            )
+            running.append(queued)
+            assert len(load.observation(model).requests) == 3  # It is not placed, and its prompt not known.
+            queued.place(MagicMock())
+            waits = load.observation(model).requests[-1]
+            assert (waits.arrival_s, waits.ttft_s, waits.duration_s, waits.is_over) == (99.0, 0.0, 1.0, False)
+            running.pop()
             assert first.conversation == runs.conversation != 0 == alone.conversation
             assert alone.queue_s == 0.75 + 0.0625  # at a rank that failed
         with subtests.test("the ranks that take requests"):

@@ -112,7 +112,7 @@ def format_advice(advice: Advice, width: int | None = None) -> str:
 def _head(advice: Advice) -> Iterator[str]:
     requests, goals = advice.observation.requests, advice.goals
     span_s = max(1.0, requests[-1].arrival_s - requests[0].arrival_s)
-    ttft = sorted(seen.ttft_s for seen in requests)
+    ttft = sorted(seen.ttft_s for seen in requests if seen.ttft_s) or [0.0]
     prompt_tokens = sum(seen.prompt_tokens for seen in requests)
     reused = sum(seen.reused_tokens for seen in requests) / max(1, prompt_tokens)
     yield (

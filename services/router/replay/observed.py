@@ -24,7 +24,8 @@ MOST_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One request. Of one that still runs `output_tokens` and `duration_s` are those so far."""
+    """One request. Of one that still runs `output_tokens` and `duration_s` are those so far, and `ttft_s`
+    is 0 until its first token."""
 
     arrival_s: float
     prompt_tokens: int

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from services.router.replay.load import Load
-from services.router.replay.observed import Fleet, Observation
+from services.router.replay.observed import Fleet, Observation, Observed
 from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
 from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting
@@ -105,8 +105,11 @@ class Advice:
         return ""
 
 
-def advise(observation: Observation, goals: Goals, load: float = 1.0, seed: int = 1) -> Advice:
-    """Return the least ranks that meet the goals under so many times the observed load.
+def advise(
+    observation: Observation, goals: Goals, load: float = 1.0, seed: int = 1, beside_together: bool = True
+) -> Advice:
+    """Return the least ranks that meet the goals under so many times the observed load, and what as many that
+    do both would give, unless that is not asked for.
 
     Raises ValueError where nothing was observed.
     """
@@ -118,7 +121,7 @@ def advise(observation: Observation, goals: Goals, load: float = 1.0, seed: int 
     present = trial.of(Size(fleet.prefill if Plan.REMOTE in fleet.plans else 0, fleet.decode))
     least = _least(trial, present.size)
     together = None
-    if Plan.LOCAL in fleet.plans and least is not None and least.size.prefill:
+    if beside_together and Plan.LOCAL in fleet.plans and least is not None and least.size.prefill:
         together = _least_together(trial, least.size.ranks)
     return Advice(
         observation,
@@ -160,12 +163,17 @@ def _warnings(
         yield f"{load:g} times the load is far from what was seen"
     if least is not None and not 1 / _FAR <= least.size.ranks / present.size.ranks <= _FAR:
         yield f"{least.size} ranks are far from the present {present.size}: go there in steps"
-    measured, predicted = quantile(sorted(seen.ttft_s for seen in requests), 0.5), present.ttft_p50_s
-    if load == 1 and not 0.75 <= predicted / max(measured, 1e-6) <= 1.25:
+    measured, predicted = _measured_p50_s(requests), present.ttft_p50_s
+    if load == 1 and measured and not 0.75 <= predicted / measured <= 1.25:
         yield (
             f"the present ranks' TTFT p50 is predicted as {predicted:.3g} s, and was {measured:.3g} s: "
             "something that is not modelled decides"
         )
+
+
+def _measured_p50_s(requests: Sequence[Observed]) -> float:
+    known = sorted(seen.ttft_s for seen in requests if seen.ttft_s)
+    return quantile(known, 0.5) if known else 0.0
 
 
 class Trial:

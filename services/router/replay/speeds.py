@@ -59,7 +59,7 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed]) -> Speeds:
 
 
 def _beyond_s(seen: Observed) -> float:
-    hops = 3 if seen.is_remote else 1
+    hops = 3 if seen.is_remote else 1  # One that has no token yet has nothing of its own.
     return max(0.0, seen.ttft_s - seen.queue_s - seen.compute_s - seen.transfer_s - hops * _HOP_S)
 
 
