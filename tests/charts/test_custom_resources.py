@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from charts.rendering import LEAST, merged, render, rendered
+from charts.test_replicas import PLANNED
 
 NODE = Path(sys.prefix) / "node" / "node_modules"
 TSC = NODE / ".bin" / "tsc"
 MODULES = {
     "monitoring.coreos.com/v1": "@kubernetes-models/prometheus-operator/monitoring.coreos.com/v1",
     "gateway.networking.k8s.io/v1": "@kubernetes-models/gateway-api/gateway.networking.k8s.io/v1",
+    "keda.sh/v1alpha1": "@kubernetes-models/keda/keda.sh/v1alpha1",
 }
 
 pytestmark = pytest.mark.skipif(not TSC.exists(), reason="the types come from npm, which is not installed")
@@ -42,13 +44,20 @@ def custom(objects):
 
 
 def test_every_custom_resource_has_only_fields_that_exist(tmp_path):
-    alone = render(merged(LEAST, {"monitoring": {"serviceMonitors": True, "prometheusRules": True}}))
+    monitored = {"monitoring": {"serviceMonitors": True, "prometheusRules": True}}
+    asks = {"autoscaling": {"prometheus": {"triggerAuthentication": "p", "authModes": "bearer"}}}
+    alone = render(merged(LEAST, monitored, PLANNED, asks))
     objects = custom(rendered("production")) + custom(alone)
-    assert {item["kind"] for item in objects} >= {"ServiceMonitor", "HTTPRoute", "BackendTLSPolicy"}
+    kinds = {"ServiceMonitor", "HTTPRoute", "BackendTLSPolicy", "ScaledObject"}
+    assert {item["kind"] for item in objects} >= kinds
     assert compile_errors(objects, tmp_path) == ""
 
 
 def test_an_unknown_field_would_be_seen(tmp_path):
     monitor = next(item for item in custom(rendered("production")) if item["kind"] == "ServiceMonitor")
-    broken = merged(monitor, {"spec": {"endpoint": []}})
-    assert '"endpoint"\' does not exist in type' in compile_errors([broken], tmp_path)
+    scaler = next(item for item in custom(render(merged(LEAST, PLANNED))) if item["kind"] == "ScaledObject")
+    behavior = {"scaleDown": {"policy": []}}
+    path = {"spec": {"advanced": {"horizontalPodAutoscalerConfig": {"behavior": behavior}}}}
+    errors = compile_errors([merged(monitor, {"spec": {"endpoint": []}}), merged(scaler, path)], tmp_path)
+    for name in ("endpoint", "policy"):
+        assert f'"{name}"\' does not exist in type' in errors

@@ -6,6 +6,7 @@ import helm_python
 import pytest
 
 from charts.rendering import CHART, LEAST, merged, render
+from charts.test_replicas import PLANNED
 from services.rank.rank_config import _NOT_SGLANG, RankConfig
 from services.router.router_config import RouterConfig
 from services.settings.cluster_config import ClusterConfig
@@ -89,6 +90,11 @@ BY_SCHEMA = {
     "memory in words": ({"decode": {"sharedMemory": "much"}}, "/decode/sharedMemory"),
     "a peer that is everybody": ({"networkPolicy": {"peers": [{}]}}, "/networkPolicy/peers/0"),
     "maybe": ({"monitoring": {"serviceMonitors": "maybe"}}, "/monitoring/serviceMonitors"),
+    "no worker at all": ({"autoscaling": {"decode": {"minReplicas": 0}}}, "/autoscaling/decode/minReplicas"),
+    "a pause beyond Kubernetes'": ({"autoscaling": {"cooldownSeconds": 3601}}, "cooldownSeconds"),
+    "a Prometheus without its scheme": (
+        {"autoscaling": {"prometheus": {"address": "prometheus:9090"}}}, "/autoscaling/prometheus/address"
+    ),
 }  # fmt: skip
 
 BY_TEMPLATE = {
@@ -205,6 +211,30 @@ BY_TEMPLATE = {
     ),
     "fewer at most than at least": (
         {"router": {"autoscaling": {"minReplicas": 9}}}, "minReplicas is above maxReplicas"
+    ),
+    "workers that nobody plans": (
+        {"autoscaling": PLANNED["autoscaling"]}, "plan-itl-ms: routers without a goal plan nothing"
+    ),
+    "plans for no request": (
+        merged(PLANNED, {"router": {"flags": {"plan-window-s": 0}}}), "router.flags.plan-window-s is 0"
+    ),
+    "plans that nobody tells": (
+        merged(PLANNED, {"autoscaling": {"prometheus": {"address": ""}}}), "autoscaling.prometheus.address"
+    ),
+    "a way to ask without its secrets": (
+        merged(PLANNED, {"autoscaling": {"prometheus": {"authModes": "basic"}}}),
+        "authModes needs autoscaling.prometheus.triggerAuthentication",
+    ),
+    "fewer workers at most than at least": (
+        merged(PLANNED, {"autoscaling": {"prefill": {"minReplicas": 5}}}),
+        "autoscaling.prefill.minReplicas is above maxReplicas: 5 and 4",
+    ),
+    "a planned number of groups of nodes": (
+        merged(PLANNED, {"prefill": GPU, "decode": GPU | {"nodes": 2}}),
+        "autoscaling.enabled and decode.nodes 2 exclude each other",
+    ),
+    "workers that leave for longer than Kubernetes waits": (
+        merged(PLANNED, {"decode": {"flags": {"grace-s": 1800}}}), "a decode worker may take 1835 s to leave"
     ),
 }  # fmt: skip
 

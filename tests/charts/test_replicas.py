@@ -79,3 +79,61 @@ def test_workers_are_as_many_as_an_autoscaler_says_where_it_does():
     assert "replicas" not in objects.of("StatefulSet")["decode"]["spec"]
     assert objects.of("StatefulSet")["prefill"]["spec"]["replicas"] == 1
     assert "with 1 prefill and an autoscaler's number of decode worker(s)" in objects.notes
+
+
+PLANNED = {
+    "router": {"flags": {"plan-ttft-s": 2.5}},
+    "autoscaling": {
+        "enabled": True,
+        "decode": {"minReplicas": 2, "maxReplicas": 9},
+        "cooldownSeconds": 600,
+        "prometheus": {"address": "http://prometheus.monitoring:9090"},
+    },
+}
+
+
+def test_workers_are_as_many_as_routers_plan():
+    workers = {"prefill": {"dpSize": 2}, "decode": {"replicas": 5, "flags": {"hand-over-s": 90}}}
+    objects = render(merged(LEAST, PLANNED, workers))
+    scalers = objects.of("ScaledObject")
+    assert set(scalers) == {"prefill", "decode"}
+    for role, bounds, leaving_s, ranks in [("prefill", (1, 4), 65, 2), ("decode", (2, 9), 145, 1)]:
+        workload, scaler = objects.of("StatefulSet")[role], scalers[role]["spec"]
+        assert "replicas" not in workload["spec"]
+        target = {name: workload[name] for name in ("apiVersion", "kind")}
+        assert scaler["scaleTargetRef"] == target | {"name": workload["metadata"]["name"]}
+        assert (scaler["minReplicaCount"], scaler["maxReplicaCount"]) == bounds
+        down = scaler["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
+        policy = {"type": "Pods", "value": 1, "periodSeconds": leaving_s}
+        assert down == {"stabilizationWindowSeconds": 600, "policies": [policy]}
+        assert objects.pods()[role]["terminationGracePeriodSeconds"] == leaving_s
+        (trigger,) = scaler["triggers"]
+        assert trigger["type"] == "prometheus" and trigger["metricType"] == "AverageValue"
+        config = objects.config(role)
+        page = f'isthmus_cluster="{config.cluster}",model="{config.served_name}"'
+        age_s = objects.config("router").plan_every_s * 10
+        assert trigger["metadata"] == {
+            "serverAddress": "http://prometheus.monitoring:9090",
+            "query": f'ceil(max(isthmus_plan_wanted_ranks{{{page},role="{role}"}} and on(instance) '
+            f"isthmus_plan_age_seconds{{{page}}} < {age_s:.0f}) / {ranks})",
+            "threshold": "1",
+            "ignoreNullValues": "false",
+        }
+    assert "with an autoscaler's number of prefill and an autoscaler's number of decode" in objects.notes
+    assert not rendered("least").of("ScaledObject")
+
+
+def test_what_is_planned_is_asked_for_as_a_release_names_it_and_with_what_prometheus_asks_for():
+    asks = {"triggerAuthentication": "prometheus", "authModes": "tls,basic"}
+    values = {
+        "flags": {"model-name": "chat", "cluster": "east"},
+        "router": {"flags": {"plan-every-s": 7}},
+        "autoscaling": {"prometheus": asks},
+    }
+    for scaler in render(merged(LEAST, PLANNED, values)).of("ScaledObject").values():
+        (trigger,) = scaler["spec"]["triggers"]
+        assert trigger["authenticationRef"] == {"name": "prometheus"}
+        assert trigger["metadata"]["authModes"] == "tls,basic"
+        page = 'isthmus_cluster="east",model="chat"'
+        assert trigger["metadata"]["query"].count(page) == 2
+        assert trigger["metadata"]["query"].endswith(f"isthmus_plan_age_seconds{{{page}}} < 70) / 1)")

@@ -71,3 +71,11 @@
 {{- $flags := mergeOverwrite (dict "hand-over-s" 10) .root.Values.flags .values.flags -}}
 {{ int (index $flags "hand-over-s" | ceil) }}
 {{- end -}}
+
+{{/*
+The grace of requests, then the time in which others take over what is cached, then the 15 s that a supervisor gives
+ranks to stop their engines, then what is left. {root, values} of a worker
+*/}}
+{{- define "isthmus.leavingSeconds" -}}
+{{ add (include "isthmus.graceSeconds" . | int) (include "isthmus.handOverSeconds" . | int) 25 }}
+{{- end -}}

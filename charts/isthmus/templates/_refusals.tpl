@@ -92,6 +92,37 @@
 {{- fail (printf "router.autoscaling.minReplicas is above maxReplicas: %d and %d" (int $scaling.minReplicas) (int $scaling.maxReplicas)) -}}
 {{- end -}}
 {{- if $scaling.enabled }}{{ include "isthmus.scalingRefusals" .Values.router }}{{ end -}}
+{{- if .Values.autoscaling.enabled }}{{ include "isthmus.plannedRefusals" . }}{{ end -}}
+{{- end -}}
+
+{{/* Of workers whose number is planned. */}}
+{{- define "isthmus.plannedRefusals" -}}
+{{- $flags := .Values.router.flags -}}
+{{- if not (or (index $flags "plan-ttft-s") (index $flags "plan-itl-ms")) -}}
+{{- fail "autoscaling.enabled needs router.flags.plan-ttft-s or plan-itl-ms: routers without a goal plan nothing" -}}
+{{- end -}}
+{{- if and (hasKey $flags "plan-window-s") (not (index $flags "plan-window-s")) -}}
+{{- fail "autoscaling.enabled: router.flags.plan-window-s is 0, and routers that remember no requests plan nothing" -}}
+{{- end -}}
+{{- $prometheus := .Values.autoscaling.prometheus -}}
+{{- $_ := required "autoscaling.enabled needs autoscaling.prometheus.address: KEDA reads there what is planned" $prometheus.address -}}
+{{- if and $prometheus.authModes (not $prometheus.triggerAuthentication) -}}
+{{- fail "autoscaling.prometheus.authModes needs autoscaling.prometheus.triggerAuthentication, which has the secrets" -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $bounds := index $.Values.autoscaling $role -}}
+{{- $worker := index $.Values $role -}}
+{{- if gt (int $bounds.minReplicas) (int $bounds.maxReplicas) -}}
+{{- fail (printf "autoscaling.%s.minReplicas is above maxReplicas: %d and %d" $role (int $bounds.minReplicas) (int $bounds.maxReplicas)) -}}
+{{- end -}}
+{{- if gt (int $worker.nodes) 1 -}}
+{{- fail (printf "autoscaling.enabled and %s.nodes %d exclude each other: the number of workers of several nodes is not planned" $role (int $worker.nodes)) -}}
+{{- end -}}
+{{- $leaving := include "isthmus.leavingSeconds" (dict "root" $ "values" $worker) | int -}}
+{{- if gt $leaving 1800 -}}
+{{- fail (printf "autoscaling.enabled: a %s worker may take %d s to leave (grace-s, hand-over-s and 25), and Kubernetes lets one go after the other for 1800 s at most. Lower either" $role $leaving) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Of a worker with several nodes. {role, worker} */}}
