@@ -10,7 +10,7 @@ from processes.harness import ProcessCluster, prompt_of
 from services.cli import role
 from services.engine.fake import continuation
 
-TURNS = 30
+TURNS = 10
 CHANGING = "decode-0/0"
 
 
