@@ -14,6 +14,7 @@ from services.values.rank import Plan, RankId, Role
 
 PROMPT = [(i * 7) % 200 for i in range(72)]
 SPECULATING = replace(FAKE, itl_target_ms=50.0, speculation="lookup")
+DRAFTING = replace(FAKE, fake_draft="agree:0.8", speculation="draft")
 WITHOUT_PULLS = replace(FAKE, pull="off")  # Then a role has one end of transfers alone.
 
 
@@ -64,7 +65,8 @@ async def now(engine):
 
 
 async def test_it_keeps_what_it_has_cached(subtests):
-    for name, settings in {"": FAKE, "drafts": SPECULATING, "pull": WITHOUT_PULLS}.items():
+    each = {"alone": FAKE, "lookup": SPECULATING, "draft": DRAFTING, "no pulls": WITHOUT_PULLS}
+    for name, settings in each.items():
         with subtests.test(name):
             await goes_on_in_both_roles(settings)
 
