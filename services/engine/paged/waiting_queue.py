@@ -40,7 +40,7 @@ class WaitingQueue:
         # `_sequences` is ordered by these numbers of running sequences of each tenant, or by these places of
         # the tenants. The dict is empty for one tenant, and None stands for no order.
         self._ordered_by: dict[str, int] | None = {}
-        self._num_due = 0  # So many have a deadline.
+        self._num_due = 0  # So many have a deadline that counts.
 
     @property
     def is_of_one_tenant(self) -> bool:
@@ -59,9 +59,12 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         seq.overtaken, seq.overtaken_since_s, seq.lookup = 0, None, None
         self._tenants[tenant_of(seq)] += 1
-        self._num_due += seq.due_s is not None
-        if self.is_of_one_tenant and self._ordered_by == {} and not self._num_due:
+        self._num_due += self._is_due(seq)
+        in_line = self.is_of_one_tenant and self._ordered_by == {}
+        if in_line and not self._num_due:
             insort(self._sequences, seq, key=place_in_line)
+        elif in_line and not self._shares.is_on:  # They came in order, so nobody's deadline moves another.
+            insort(self._sequences, seq, key=self._place_by_deadline)
         else:
             self._sequences.append(seq)
             self._ordered_by = None
@@ -106,6 +109,15 @@ class WaitingQueue:
     def _earliest_first(self, line: list[Sequence]) -> list[Sequence]:
         until_s = [seq.submitted_s + self._patience.deadline_s for seq in line]
         return [line[place] for place in earliest_first([seq.due_s for seq in line], until_s)]
+
+    def _place_by_deadline(self, seq: Sequence) -> tuple[int, float, int]:
+        until_s = seq.submitted_s + self._patience.deadline_s
+        due_s = seq.due_s
+        return -seq.request.priority, until_s if due_s is None else min(due_s, until_s), seq.arrival
+
+    def _is_due(self, seq: Sequence) -> bool:
+        left_s = seq.request.left_s
+        return left_s is not None and left_s < self._patience.deadline_s
 
     def _places(self, running: Mapping[str, int]) -> dict[str, int]:
         shares = self._shares
@@ -183,8 +195,9 @@ class WaitingQueue:
     def _leave(self, seq: Sequence) -> None:
         tenant = tenant_of(seq)
         if self._num_due:
-            self._ordered_by = None
-            self._num_due -= seq.due_s is not None
+            if self._shares.is_on:
+                self._ordered_by = None
+            self._num_due -= self._is_due(seq)
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]

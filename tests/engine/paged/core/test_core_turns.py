@@ -13,7 +13,7 @@ from services.engine.paged import waiting_queue
 from services.engine.paged.admitting import Patience
 from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.sequence import Phase, Sequence
-from services.engine.paged.waiting_queue import WaitingQueue, earliest_first, in_turn
+from services.engine.paged.waiting_queue import WaitingQueue, earliest_first, in_turn, place_in_line
 from services.values.request import GenerationRequest, SamplingParams, TenantShare
 
 PATIENCE_S = Patience().deadline_s
@@ -24,10 +24,6 @@ def waiting(arrival: int, tenant: str, priority: int = 0, left_s: float | None =
     about = dict(cache_salt=tenant, priority=priority, left_s=left_s)
     request = GenerationRequest(f"r{arrival}", (1,), SamplingParams(), **about)
     return Sequence(request, arrival, submitted_s=float(arrival))
-
-
-def due(seq: Sequence) -> float:
-    return seq.submitted_s + min(PATIENCE_S, seq.request.left_s or PATIENCE_S)
 
 
 def named(line: list[Sequence]) -> str:
@@ -56,34 +52,48 @@ def test_tenants_take_turns(subtests):
         sequences = [waiting(n, "a", priority=n % 2) for n in range(8)]
         assert named(in_turn(sequences, {"a": 5}, {"a": 2})) == "a1 a3 a5 a7 a0 a2 a4 a6"
 
-    with subtests.test("the line is in turn whoever comes and goes"):
-        chance, running, queue = random.Random(7), Counter[str](), WaitingQueue(Patience(), FairShare())
-        for number in range(2000):
-            queue.order(running)
-            line = list(queue)
-            if all(seq.request.left_s is None for seq in line):
-                assert line == in_turn(line, running)
-            else:
-                for group in {(seq.request.priority, seq.request.cache_salt) for seq in line}:
-                    own = [s for s in line if (s.request.priority, s.request.cache_salt) == group]
-                    assert own == sorted(own, key=lambda seq: (due(seq), seq.arrival))
-                assert [s.request.priority for s in line] == sorted(
-                    (s.request.priority for s in line), reverse=True
-                )
-            match chance.randrange(6 if line else 2):
-                case 0 | 1:
-                    # It becomes empty, or of one tenant, now and then.
-                    if len(line) < 12 * (number // 100 % 2):
-                        left_s = chance.choice((None, None, 2.0, 9.0, 90.0)) if number % 500 > 250 else None
-                        queue.add(waiting(number, chance.choice("aab"), chance.choice((0, 0, 1)), left_s))
-                case 2:
-                    queue.remove(chance.choice(line))
-                case 3:
-                    running = Counter(chance.choices("aab", k=chance.randrange(4)))
-                case choice:
-                    seq = line[0] if choice == 4 else chance.choice(line)
-                    queue.take(seq, 0.0)
-                    running[seq.request.cache_salt] += 1
+    for by_share in (False, True):
+        with subtests.test("the line is in turn whoever comes and goes", by_share=by_share):
+            chance, running, shares = random.Random(7), Counter[str](), FairShare()
+            if by_share:
+                shares.came(TenantShare("another"))
+            queue = WaitingQueue(Patience(), shares)
+            for number in range(2000):
+                queue.order(running)
+                line = list(queue)
+                if not by_share and all(seq.request.left_s is None for seq in line):
+                    assert line == in_turn(line, running)
+                check_line(line)
+                match chance.randrange(6 if line else 2):
+                    case 0 | 1:
+                        # It becomes empty, or of one tenant, now and then.
+                        if len(line) < 12 * (number // 100 % 2):
+                            left_s = (
+                                chance.choice((None, None, 2.0, 9.0, 90.0)) if number % 500 > 250 else None
+                            )
+                            tenant = "a" if number % 1000 > 500 else chance.choice("aab")
+                            seq = waiting(number, tenant, chance.choice((0, 0, 1)), left_s)
+                            seq.place = chance.randrange(9) if by_share else 0.0
+                            queue.add(seq)
+                    case 2:
+                        queue.remove(chance.choice(line))
+                    case 3:
+                        running = Counter(chance.choices("aab", k=chance.randrange(4)))
+                    case choice:
+                        seq = line[0] if choice == 4 else chance.choice(line)
+                        queue.take(seq, 0.0)
+                        running[seq.request.cache_salt] += 1
+
+
+def check_line(line: list[Sequence]) -> None:
+    """Each tenant's own of one priority go by their deadlines, and priorities one after the other."""
+    priorities = [seq.request.priority for seq in line]
+    assert priorities == sorted(priorities, reverse=True)
+    for group in {(seq.request.priority, seq.request.cache_salt) for seq in line}:
+        own = [seq for seq in line if (seq.request.priority, seq.request.cache_salt) == group]
+        plain = sorted(own, key=place_in_line)
+        order = earliest_first([seq.due_s for seq in plain], [seq.submitted_s + PATIENCE_S for seq in plain])
+        assert own == [plain[place] for place in order]
 
 
 @given(
@@ -114,11 +124,11 @@ def test_deadlines_send_nobody_back_and_starve_nobody(line, data):
 
 
 def test_what_cannot_be_in_time_is_not_computed(subtests):
-    rank = Rank(num_pages=8000, chunk_size=64)
-    long = [number % 500 for number in range(8000)]
+    rank = Rank(num_pages=3000, chunk_size=64)
+    long = [number % 500 for number in range(3000)]
     unmeasured = rank.submit([9] * 200, 1, left_s=1e-9)
     rank.run([unmeasured])
-    takes_s = 8000 / rank.core.figures.times.prompt_tokens_per_s
+    takes_s = 3000 / rank.core.figures.times.prompt_tokens_per_s
 
     def steps(ids, left_s, **about):
         before = rank.computed_tokens
@@ -137,7 +147,7 @@ def test_what_cannot_be_in_time_is_not_computed(subtests):
     with subtests.test("nearly all of it is cached"):
         seq, _ = steps([*long, 5], 0.4 * takes_s)
         rank.run([seq])
-    for name, about in [("another computes it", {"receives": True}), ("another holds it", {"held": 7000})]:
+    for name, about in [("another computes it", {"receives": True}), ("another holds it", {"held": 2800})]:
         with subtests.test(name):
             seq, _ = steps([1, *long], 0.1 * takes_s, **about)
             assert seq.phase in (Phase.RECEIVING, Phase.PULLING)
