@@ -206,7 +206,7 @@ class RoutedSide:
     async def ask(
         self, ids: Sequence[int], max_tokens: int, number: int, *, measured: bool, drained: str = ""
     ) -> list[int]:
-        """It measures what was there alone, if a rank is drained."""
+        """Measure the turn; if a rank is drained, only of a conversation that was there."""
         tokens, finish = await self.cluster.generate(list(ids), max_tokens, timeout=120)
         if measured and (not drained or self.homes[number] == drained):
             self.turns.append(finish)

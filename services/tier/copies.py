@@ -19,6 +19,7 @@ Rule 2: the copy of a page to a slab is discarded before the page is allocated t
 """
 
 import ctypes
+import errno
 import threading
 import time
 from collections import defaultdict
@@ -48,6 +49,25 @@ class Slots(Protocol):
     def write(self, slot: int, payload: memoryview, record: Stored) -> int: ...
     def has_changed(self, slot: int, digest: int) -> bool: ...
     def close(self) -> None: ...
+
+
+class NoSlots:
+    """It stands for a slab that could not be opened yet, of which nobody has a slot."""
+
+    def read(self, slot: int, buffer: memoryview) -> None:
+        raise OSError(errno.ENODEV, "the tier is not open")
+
+    def read_ahead(self, slot: int) -> None:
+        raise OSError(errno.ENODEV, "the tier is not open")
+
+    def write(self, slot: int, payload: memoryview, record: Stored) -> int:
+        raise OSError(errno.ENODEV, "the tier is not open")
+
+    def has_changed(self, slot: int, digest: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Close nothing."""
 
 
 class Staging(Protocol):

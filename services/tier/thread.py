@@ -30,7 +30,7 @@ T = TypeVar("T")
 class TierThread:
     def __init__(self, slabs: Sequence[Slots], staging: Staging, done: Callable[[Copy], None]) -> None:
         """`done` is called on this thread with each copy that has ended; it must neither raise nor wait."""
-        self._slabs = slabs
+        self._slabs = list(slabs)
         self._staging = staging
         self._done = done
         self._reads: deque[Copy] = deque()
@@ -38,6 +38,7 @@ class TierThread:
         self._writes: deque[Copy] = deque()
         self._running: Copy | None = None
         self._stopping = False
+        self.stopped = threading.Event()
         self._news = threading.Condition()
         self.watch = IterationWatch()
         self._thread = threading.Thread(target=self._run, name="tier", daemon=True)
@@ -70,8 +71,16 @@ class TierThread:
             self._news.notify()
         return True
 
+    def put(self, tier: int, slab: Slots) -> bool:
+        """Take a slab in the place of one without slots; return False where the thread is being stopped."""
+        with self._news:
+            if not self._stopping:
+                self._slabs[tier] = slab
+            return not self._stopping
+
     def stop(self, patience_s: float) -> None:
         """Stop all copies, and close the slabs unless the thread hangs for more than `patience_s`."""
+        self.stopped.set()
         with self._news:
             self._stopping = True
             running = [self._running] if self._running is not None else []

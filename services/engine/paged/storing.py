@@ -13,7 +13,7 @@ before them, once few units are free.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from services.engine.paged.tiered_pool import TieredPool
@@ -26,6 +26,7 @@ from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Move, Store
 from services.tier.thread import TierThread
 from services.values.kv import PageBooks, PageId
+from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,20 @@ class TierHealth:
     def is_off(self, tier: int) -> bool:
         return self.trust[tier].is_off(self._clock())
 
+    def rated(self, load: RankLoad, in_files: Sequence[bool], is_off: bool) -> RankLoad:
+        """Return the load with how fast the tiers are read, and others' files, which come last."""
+        rates = {False: 0.0, True: 0.0}
+        for of_files, trust in zip(in_files, self.trust, strict=False):
+            known = [rate for rate in (rates[of_files], trust.bytes_per_s) if rate]
+            rates[of_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
+        others = self.trust[-1].bytes_per_s if len(self.trust) > len(in_files) else 0.0
+        told = memory, files, shared, is_off = rates[False], rates[True], others, is_off
+        known_rates = load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.shared_tier_bytes_per_s
+        if told == (*known_rates, load.tiers_off):
+            return load
+        load = replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
+        return replace(load, shared_tier_bytes_per_s=shared)
+
     def note_error(self, tier: int, why: str, *, reading: bool) -> None:
         self._counts.errors += 1
         log.warning("kv_tier_error tier=%d why=%s", tier, why)
@@ -95,7 +110,6 @@ class Storing:
         health: TierHealth,
         counts: TierCounts,
         pool: TieredPool,
-        num_slots: Sequence[int],
         room_pages: int,
         clock: Clock,
         budget: WriteBudget,
@@ -109,7 +123,6 @@ class Storing:
         self._points = pool.carried.points
         self._points.copied_no_more = self._copy_no_more
         self._block_pages, self._block_bytes = pool.block_pages, pool.slot_bytes
-        self._num_slots = tuple(num_slots)
         self._room_pages = room_pages
         self._clock = clock
         self._budget = budget
@@ -185,10 +198,10 @@ class Storing:
         if self._thread.num_writes >= _MOST_WAITING:
             self._looks_again = True
             return
-        if self._health.is_off(0):
+        if self._health.is_off(0) or not self._books.num_slots[0]:
             return
         # The other slots keep what was evicted earlier.
-        left = self._num_slots[0] // 2
+        left = self._books.num_slots[0] // 2
         for node, points in self._next_to_go():
             if left <= 0 or not (self._store_all(self._unstored(node)) and self._store_points(points)):
                 break
@@ -283,7 +296,7 @@ class Storing:
         if (keys := self._keys.get(point)) is None:
             keys = tuple(self._pool.part_keys(node.scope.salt, node.tier_key, point.position))
             self._keys[point] = keys
-        if not keys or keys[-1] in self._books or 2 * len(keys) > self._num_slots[0]:
+        if not keys or keys[-1] in self._books or 2 * len(keys) > self._books.num_slots[0]:
             return True
         if self._must_wait():
             return False
@@ -359,7 +372,7 @@ class Storing:
     def _make_room(self) -> None:
         """Move the blocks that were not used for longest to the next tier, before their slots are needed."""
         self._moves_at_s = None
-        for tier, count in enumerate(self._num_slots[:-1]):
+        for tier, count in enumerate(self._books.num_slots[:-1]):
             wanted = -(-count // _ROOM_SHARE)
             while self._num_moves < _MOST_MOVES and self._books.free_slots(tier) + self._num_moves < wanted:
                 if self._health.is_off(tier + 1) or not self._move_one(tier):

@@ -24,7 +24,7 @@ Rule 2: whatever happens to a read, the sequence computes the rest: a tier may c
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -35,7 +35,7 @@ from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
 from services.engine.paged.storing import Storing, TierCounts, TierHealth
 from services.engine.paged.tiered_pool import TieredPool
-from services.kv.tiers.books import Block, SlotKind, TierBooks
+from services.kv.tiers.books import Block, LateTier, SlotKind, TierBooks
 from services.kv.tiers.slot_spans import Span
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import (
@@ -48,6 +48,7 @@ from services.tier.copies import (
     Look,
     Move,
     ReadAhead,
+    Slots,
     Store,
 )
 from services.tier.shared import SharedFiles
@@ -63,6 +64,7 @@ _READ_AHEAD_FOR = 8
 _MOST_AHEAD_BYTES = 1 << 30
 _LOOK_AGAIN_S = 0.5  # A look at what others keep is as good as new for so long,
 _LOOK_SHARE = 20  # or for so many times the time that it took: nearly all of the thread's time is for copies.
+_TAKEN_IN = 256  # So many records of a tier that was opened late are taken in at a time.
 _LOOK_WAITS_S = 0.05  # Nobody waits longer for a look.
 
 
@@ -101,7 +103,6 @@ class Tiering:
         books: TierBooks,
         start: Callable[[Callable[[Copy], None]], TierThread],
         pool: TieredPool,
-        num_slots: Sequence[int],
         room_pages: int,
         clock: Clock,
         wake: Callable[[], None],
@@ -117,16 +118,15 @@ class Tiering:
         self.counts = TierCounts()
         self._pool = pool
         self._block_tokens, self._block_bytes = pool.block_tokens, pool.slot_bytes
-        self._num_slots = tuple(num_slots)
         self._clock = clock
         self._wake = wake
         self._shared = shared
-        self._shared_tier = len(self._num_slots)
+        self._shared_tier = len(books.num_slots)
         self._look: Look | None = None
         self._look_again_s = self._look_by_s = -math.inf
         self._health = TierHealth(self._shared_tier + (shared is not None), self.counts, clock)
         self._finding = Finding(books, pool, self._health, shared, self._shared_tier)
-        self._ended: SimpleQueue[Copy] = SimpleQueue()
+        self._ended: SimpleQueue[Copy | LateTier] = SimpleQueue()
         self._fills: dict[EngineSequence, Fill] = {}
         self._reading: dict[bytes, Fill] = {}
         self._by_load: dict[LoadCopy, Fill] = {}
@@ -135,7 +135,7 @@ class Tiering:
         self.is_lost = False
         self.thread = start(self._note_ended)
         self.storing = Storing(
-            *(books, self.thread, self._health, self.counts, pool, num_slots, room_pages, clock),
+            *(books, self.thread, self._health, self.counts, pool, room_pages, clock),
             budget or WriteBudget(),
         )
 
@@ -147,6 +147,15 @@ class Tiering:
         """Return what names the directory whose files it reads; empty where it reads none."""
         return "" if self._shared is None else self._shared.name
 
+    def open_late(self, late: LateTier, slab: Slots) -> bool:
+        """Use a tier that could not be opened before; return False once tiers are stopped. Any thread may
+        call it."""
+        if not self.thread.put(late.tier, slab):
+            return False
+        self._ended.put(late)
+        self._wake()
+        return True
+
     def attach(self, hooks: FillHooks) -> None:
         self._hooks = hooks
 
@@ -154,7 +163,7 @@ class Tiering:
     def idle_s(self) -> float | None:
         """Return the seconds until `turn` is due without any finished copy, or None where it is not due."""
         due_s = [fill.deadline_s for fill in self._fills.values()]
-        if self.books.has_events:  # A former life has left something, and nobody knows of it yet.
+        if self.books.has_events or self.books.has_late:  # A former life's blocks are not known yet.
             due_s.append(0.0)
         if not self.is_lost and (look_at_s := self.storing.due_s) is not None:
             due_s.append(look_at_s)
@@ -287,6 +296,7 @@ class Tiering:
         """
         now_s, num_fills = self._clock(), len(self._fills)
         self._take_ended()
+        self.books.take_in(_TAKEN_IN)
         waited = [fill for fill in self._fills.values() if self._has_waited(fill, now_s)]
         late = [fill for fill in self._fills.values() if fill.load is not None and now_s >= fill.deadline_s]
         for fill in waited:
@@ -319,6 +329,8 @@ class Tiering:
                     self.storing.note_move(copy)
                 case Look():
                     self._note_look(copy)
+                case LateTier():
+                    self.books.open_tier(copy)
                 case ReadAhead() if copy.error is not None:
                     assert copy.at_tier is not None
                     self._health.note_error(copy.at_tier, str(copy.error), reading=True)
@@ -438,28 +450,18 @@ class Tiering:
         self.thread.stop(_STOP_S)
 
     def figures(self) -> TierCounts:
-        self.counts.slots = sum(self._num_slots)
+        self.counts.slots = sum(self.books.num_slots)
         self.counts.held = self.books.num_held
         self.counts.is_off = self._is_off
         return self.counts
 
     @property
     def _is_off(self) -> bool:
-        return self.is_lost or any(map(self._health.is_off, range(len(self._num_slots))))
+        return self.is_lost or any(map(self._health.is_off, range(self._shared_tier)))
 
     def rated(self, load: RankLoad) -> RankLoad:
         """Return the load with how fast the tiers are read. Any thread may call it."""
-        rates = {False: 0.0, True: 0.0}
-        for in_files, trust in zip(self.books.in_files, self._health.trust, strict=False):
-            known = [rate for rate in (rates[in_files], trust.bytes_per_s) if rate]
-            rates[in_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
-        others = 0.0 if self._shared is None else self._health.trust[self._shared_tier].bytes_per_s
-        told = memory, files, shared, is_off = rates[False], rates[True], others, self._is_off
-        known_rates = load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.shared_tier_bytes_per_s
-        if told == (*known_rates, load.tiers_off):
-            return load
-        load = replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
-        return replace(load, shared_tier_bytes_per_s=shared)
+        return self._health.rated(load, self.books.in_files, self._is_off)
 
     def check(self, active: Iterable[EngineSequence]) -> None:
         self.books.check()
@@ -474,7 +476,7 @@ class Tiering:
         self._ended.put(copy)
         self._wake()
 
-    def _next_ended(self) -> Copy | None:
+    def _next_ended(self) -> Copy | LateTier | None:
         try:
             return self._ended.get_nowait()
         except Empty:

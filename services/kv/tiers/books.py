@@ -22,8 +22,8 @@ A checkpoint is a chain of such "blocks", its parts, below the block at whose en
 counts as held once its last part is, and whoever needs room drops all of its parts at once.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import islice
@@ -89,9 +89,16 @@ class Stored:
     with_draft: bool = False
 
 
+class LateTier(NamedTuple):
+    tier: int
+    num_slots: int
+    stored: Collection[Stored]
+
+
 class TierBooks:
     def __init__(self, num_slots: Sequence[int], in_files: Sequence[bool] = ()) -> None:
-        self._num_slots = tuple(num_slots)
+        """A tier that is opened later has no slots at first."""
+        self._num_slots = list(num_slots)
         self.in_files = tuple(in_files) or (False,) * len(self._num_slots)
         self._told, self._told_of_files, self._told_of_points = BlockLedger(), BlockLedger(), BlockLedger()
         self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
@@ -101,6 +108,7 @@ class TierBooks:
         self._orphans: list[dict[int, Stored]] = [{} for _ in num_slots]  # Rule 1 explains them.
         self._orphans_of: dict[bytes, list[Place]] = {}  # Some were dropped since. The key is the parent's.
         self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
+        self._late: deque[tuple[int, Stored]] = deque()  # Records that were found late, by tier.
         self._sequence = 0
         self._num_writing = 0
 
@@ -112,6 +120,10 @@ class TierBooks:
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._blocks
+
+    @property
+    def num_slots(self) -> Sequence[int]:
+        return self._num_slots
 
     @property
     def num_held(self) -> int:
@@ -164,6 +176,30 @@ class TierBooks:
             [slot for slot in reversed(range(count)) if slot not in used]
             for count, used in zip(self._num_slots, taken, strict=True)
         ]
+
+    def open_tier(self, late: LateTier) -> None:
+        """Give a tier its slots while the books are in use. Its records are taken over by `take_in`."""
+        tier, num_slots, stored = late
+        assert not self._num_slots[tier], f"tier {tier} is open already"
+        used = {each.slot for each in stored}
+        self._num_slots[tier] = num_slots
+        self._free[tier] = [slot for slot in reversed(range(num_slots)) if slot not in used]
+        self._late += [(tier, each) for each in sorted(stored, key=lambda each: each.sequence)]
+
+    @property
+    def has_late(self) -> bool:
+        return bool(self._late)
+
+    def take_in(self, most: int) -> None:
+        """Take over some of the records that were found late, as the least recently used blocks."""
+        for _ in range(min(most, len(self._late))):
+            tier, each = self._late.popleft()
+            self._sequence = max(self._sequence, each.sequence)
+            self._orphans[tier][each.slot] = each
+            self._orphans_of.setdefault(each.parent_key, []).append(Place(tier, each.slot))
+            parent = self._blocks.get(each.parent_key)
+            if each.parent_key == ROOT or (parent is not None and parent.state is SlotState.HELD):
+                self._adopt(each.parent_key)
 
     def _place(self, stored: Stored, place: Place) -> Block:
         parent = self._blocks.get(stored.parent_key)
@@ -319,6 +355,7 @@ class TierBooks:
     def check(self) -> None:
         unused = [[*free, *waiting] for free, waiting in zip(self._free, self._orphans, strict=True)]
         places = [Place(tier, slot) for tier, slots in enumerate(unused) for slot in slots]
+        places += [Place(tier, each.slot) for tier, each in self._late]
         for block in self._all():
             places += [block.place] if block.moves_to is None else [block.place, block.moves_to]
         due = [Place(tier, slot) for tier, count in enumerate(self._num_slots) for slot in range(count)]

@@ -209,22 +209,40 @@ async def test_a_disk_that_never_answers_holds_up_no_start(tmp_path, monkeypatch
             await asyncio.sleep(0.01)
 
 
-async def test_a_tier_whose_disk_fails_at_the_start_is_left_out_and_counted(tmp_path, monkeypatch, caplog):
-    open_file = tiers.open_file
+async def test_a_tier_whose_disk_fails_at_the_start_is_left_out_until_it_answers(
+    tmp_path, monkeypatch, caplog
+):
+    open_file, is_well = tiers.open_file, False
 
     def fails(*_):
         raise OSError(errno.EIO, "Input/output error")
 
     def failing(directory, rank, shape, calls):
-        return open_file(directory, rank, shape, replace(calls, allocate=fails))
+        return open_file(directory, rank, shape, calls if is_well else replace(calls, allocate=fails))
+
+    def left_out(rank):
+        [metric] = [m for m in rank.metrics() if m.name == "isthmus_tier_left_out"]
+        return metric.samples[0].value
 
     monkeypatch.setattr(tiers, "open_file", failing)
+    monkeypatch.setattr(tiers, "_RETRY_S", 0.02)
     for others in ((), ("memory:1MiB",)):
-        settings = replace(FAKE, kv_tier=(f"{tmp_path}:1MiB", *others))
-        async with Pair(settings) as pair:
+        is_well, place = False, f"{tmp_path}/{len(others)}:1MiB"
+        settings = replace(FAKE, kv_tier=(place, *others), kv_pages=40, index_block=8)
+        async with asyncio.timeout(30), Pair(settings) as pair:
             assert (await pair.generate(PROMPT, 4)).tokens == continuation(PROMPT, 4)
-            [left_out] = [m for m in pair.decode.metrics() if m.name == "isthmus_tier_left_out"]
-            assert (left_out.samples[0].value, pair.decode.has_tiers) == (1, bool(others))
+            slots = core_of(pair.decode).tiers.figures().slots
+            assert (left_out(pair.decode), bool(slots)) == (1, bool(others))
+            is_well = True
+            while left_out(pair.decode) or core_of(pair.decode).tiers.figures().slots == slots:
+                await asyncio.sleep(0.01)
+            for seed in range(12):
+                prompt = [(seed * 37 + i) % 500 for i in range(64)]
+                answer = await pair.generate(prompt, 4, Plan.LOCAL)
+                assert answer.tokens == continuation(prompt, 4)
+            while not core_of(pair.decode).tiers.figures().bytes_down:
+                await asyncio.sleep(0.01)
+            await pair.assert_nothing_held()
     said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("kv_tier_left_out")]
     # Both ranks of the two pairs say so.
     assert len(said) >= 2 and all(f"{tmp_path}" in each and "Input/output error" in each for each in said)

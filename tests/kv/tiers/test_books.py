@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.kv.tiers.books import SlotKind, SlotState, Stored, TierBooks
+from services.kv.tiers.books import LateTier, Place, SlotKind, SlotState, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 
@@ -33,7 +33,7 @@ class BooksMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.books = TierBooks([4, 3], [False, True])
+        self.books = TierBooks([4, 3, 0], [False, True, True])
         self.told = set(), set()  # as who follows the events knows it: all, and what is in files
         self.told_of_points = set()
         self.contents = {}  # by place
@@ -101,6 +101,23 @@ class BooksMachine(RuleBasedStateMachine):
         self.contents[target] = block.key if good else None
         self.books.moved(block, good=good)
 
+    @rule(paths=st.lists(st.sampled_from(PATHS), max_size=3), first=st.integers(0, 2))
+    def a_tier_is_opened_late(self, paths, first):
+        """It has what an earlier life left, some of which may be here by now, or lack its parent."""
+        if self.books.num_slots[2]:
+            return
+        stored = []
+        for nth, path in enumerate(paths):
+            slot, keys = (first + nth) % 3, (key_of(path), key_of(path[:-1]))
+            self.contents[Place(2, slot)] = keys[0]
+            stored.append(Stored(slot, *keys, hash(path), len(path), 1_000 + nth, kind_of(path)))
+        self.books.open_tier(LateTier(2, 3, stored))
+        assert self.books.has_late == bool(stored)
+
+    @rule(most=st.integers(1, 2))
+    def take_in(self, most):
+        self.books.take_in(most)
+
     @rule()
     def restart(self):
         """Whoever reads the table now has all that is held, and nothing else."""
@@ -110,9 +127,9 @@ class BooksMachine(RuleBasedStateMachine):
                 for b in self.books._blocks.values()
                 if b.place.tier == tier and b.state is SlotState.HELD
             ]
-            for tier in range(2)
+            for tier in range(3)
         ]
-        again = TierBooks([4, 3])
+        again = TierBooks([4, 3, self.books.num_slots[2]])
         again.load(stored)
         again.check()
         events = again.take_events()
@@ -148,7 +165,7 @@ class BooksMachine(RuleBasedStateMachine):
         assert self.told_of_points == {b.block_hash for b in all_held if b.kind is SlotKind.END}
         blocks = [b for b in all_held if b.kind is SlotKind.BLOCK]
         assert held == {b.block_hash for b in blocks}
-        assert in_files == {b.block_hash for b in blocks if b.place.tier == 1}
+        assert in_files == {b.block_hash for b in blocks if b.place.tier > 0}
 
     def _write(self, place):
         assert place not in self.in_use, "a slot in use is written"
@@ -214,6 +231,30 @@ def test_a_tier_full_of_parents_of_another_tiers_blocks_is_not_looked_through():
     looked_at = []
     books._may_move = lambda block: looked_at.append(block)
     assert books.begin_move(0) is None and 0 < len(looked_at) < 500
+
+
+def test_a_tier_that_is_opened_late_has_what_its_records_tell(subtests):
+    books = TierBooks([2, 0])
+    first, writing = held(books, (1,)), books.claim(key_of((2,)), ROOT, 0)
+    paths = [(1, 1), (1, 1, 1), (2, 2), (3, 3)]
+    records = [Stored(n, key_of(p), key_of(p[:-1]), n, 0, 9 + n) for n, p in enumerate(paths)]
+    books.open_tier(LateTier(1, 5, records))
+    with subtests.test("a few at a time, nothing of which is lent meanwhile"):
+        assert books.free_slots(1) == 1 and books.find([first.key, key_of((1, 1))]) == [first]
+        books.take_in(3)
+        books.check()
+        assert [block.place for block in books.find(map(key_of, [(1,), (1, 1), (1, 1, 1)]))][1:] == [
+            (1, 0),
+            (1, 1),
+        ]
+    with subtests.test("what is behind a block that is written comes with it"):
+        books.take_in(3)
+        assert not books.has_late and len(books) == 4
+        books.written(writing, 0)
+        assert books.find(map(key_of, [(2,), (2, 2)]))[1].place == (1, 2)
+    with subtests.test("what has no beginning here may give way"):
+        assert books.free_slots(1) == 2
+        books.check()
 
 
 def test_what_is_being_written_is_not_held_yet():

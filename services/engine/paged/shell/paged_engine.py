@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -146,7 +146,8 @@ class PagedEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._crashed = asyncio.Event()
-        self._hangs, self._warm_up_s, self._tiers_left_out = False, 0.0, 0
+        self._hangs, self._warm_up_s = False, 0.0
+        self._tiers_left_out: Collection[int] = ()
         self._tiers: Tiering | None = None
         self.adapters = Adapting(ThreadLoader(self))
         self._watches: list[IterationWatch] = []
@@ -280,7 +281,7 @@ class PagedEngine:
     def metrics(self) -> Iterable[Metric]:
         yield from steps_metric({} if self._core is None else self._core.runner.steps_by_way)
         counts = None if self._tiers is None else self._tiers.figures()
-        yield from tier_metrics(counts, self._tiers_left_out)
+        yield from tier_metrics(counts, len(self._tiers_left_out))
 
     def cache_events(self) -> AsyncIterator[CacheEvents]:
         return _taken(self._cache_events)

@@ -4,7 +4,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +19,12 @@ from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import Tiering
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tiers.books import Stored, TierBooks
+from services.kv.tiers.books import LateTier, Stored, TierBooks
 from services.kv.tiers.slot_spans import most_parts
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
-from services.tier.copies import Clock, HostStaging, LoadEnd, Staging
+from services.tier.copies import Clock, HostStaging, LoadEnd, NoSlots, Slots, Staging
 from services.tier.shared import SharedFiles, name_of
 from services.tier.slab import (
     FileCalls,
@@ -44,6 +45,8 @@ TIER_FORM = r"(memory|/[^:]*):[0-9]+(KiB|MiB|GiB|TiB)"
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 # Pages are stored once the free ones are fewer than so many times those that are evicted ahead.
 _MARGINS = 2
+# A tier that was left out is tried again after so long, then after twice as long, and so on.
+_RETRY_S, _MOST_RETRY_S = 30.0, 900.0
 
 _Opened = tuple[Slab, list[Stored]]
 
@@ -86,7 +89,7 @@ class TierSettings:
     rank: str = ""  # It distinguishes this rank's files from others'.
     memory_fd: int | None = None  # A supervisor holds this memory through restarts of the rank.
     calls: FileCalls = field(default_factory=FileCalls)
-    call_limit_s: float = 120.0  # A disk that answers none within this is done without from the start.
+    call_limit_s: float = 120.0  # A disk that answers none within this is done without at the start.
     write_bytes_per_s: float = math.inf  # To all files together.
     shares: bool = False  # It reads what other ranks keep in the same directory.
 
@@ -103,52 +106,84 @@ def open_tiers(
     evict_ahead_pages: int,
     clock: Clock,
     wake: Callable[[], None],
-) -> tuple[Tiering | None, int]:
-    """Open the tiers and start their thread; return None where there are none, and how many are left out.
+) -> tuple[Tiering | None, Collection[int]]:
+    """Open the tiers and start their thread; return None where there are none, and which are left out now.
 
     A tier is left out where its disk fails, is full or does not answer, or where another process has its
-    file: the rank serves without it. Raise ConfigError where its flag is wrong, and Unavailable where memory
-    is short now.
+    file: the rank serves without it, and tries again. Once it is open it comes behind the others. Raise
+    ConfigError where its flag is wrong, and Unavailable where memory is short now.
     """
     if not settings.places or not cache.enabled:
-        return None, 0
+        return None, ()
     layout, block_tokens = runner.layout, carried.index_block
     pool = TieredPool(cache, carried, runner.draft, layout, block_tokens)
     with ExitStack() as opened:
-        found, in_files = list[_Opened](), list[bool]()
+        found, places, absent = list[_Opened](), list[TierPlace](), list[tuple[TierPlace, SlabShape]]()
         for place in settings.places:
             shape = SlabShape.fitting(layout_id(layout, block_tokens), pool.slot_bytes, place.size_bytes)
             check_room(shape, most_parts(layout, shape.slot_bytes))
             if (each := _open_in_time(settings, place, shape)) is not None:
                 found.append(each)
-                in_files.append(place.directory is not None)
+                places.append(place)
                 opened.callback(each[0].close)
-        num_left_out = len(settings.places) - len(found)
-        if not found:
-            return None, num_left_out
+            else:
+                absent.append((place, shape))
         slabs = [slab for slab, _ in found]
-        num_slots = [slab.shape.num_slots for slab in slabs]
-        books = TierBooks(num_slots, in_files)
-        books.load([records for _, records in found])
+        in_files = [place.directory is not None for place in (*places, *(place for place, _ in absent))]
+        books = TierBooks([*(slab.shape.num_slots for slab in slabs), *(0 for _ in absent)], in_files)
+        books.load([*(records for _, records in found), *(() for _ in absent)])
         for slab in slabs:
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
         blocks, points = books.num_blocks, books.num_points
         event(log, "kv_tiers_found", blocks=blocks, tokens=blocks * block_tokens, checkpoints=points)
-        shared = _others_files(settings, found, in_files)
+        shared = _others_files(settings, slabs, in_files)
         staging = _staging(runner, pool.slot_bytes)
         opened.pop_all()
+    to_read: list[Slots] = [*slabs, *(NoSlots() for _ in absent), *([shared] if shared is not None else [])]
     tiering = Tiering(
         books,
-        lambda done: TierThread([*slabs, *([shared] if shared is not None else [])], staging, done),
+        lambda done: TierThread(to_read, staging, done),
         pool,
-        num_slots,
         max(_MARGINS * evict_ahead_pages, pool.block_pages),
         clock,
         wake,
         WriteBudget(settings.write_bytes_per_s, clock()),
         shared,
     )
-    return tiering, num_left_out
+    return tiering, _try_again(settings, tiering, dict(enumerate(absent, start=len(slabs))))
+
+
+def _try_again(
+    settings: TierSettings, tiering: Tiering, absent: Mapping[int, tuple[TierPlace, SlabShape]]
+) -> set[int]:
+    """Try to open these tiers while the rank serves, each on a thread of its own, for its disk may hang.
+
+    Return those that are still left out, as a set that shrinks."""
+    left = set(absent)
+
+    def until_open(tier: int, place: TierPlace, shape: SlabShape) -> None:
+        wait_s = _RETRY_S
+        while not tiering.thread.stopped.wait(wait_s):
+            wait_s = min(2 * wait_s, _MOST_RETRY_S)
+            try:
+                slab, records = _open(settings, place, shape, settings.calls)
+            except (SlabInUse, SlabFails) as error:
+                event(log, "kv_tier_still_left_out", why=str(error))
+                continue
+            except ConfigError as error:  # Someone has made another thing of its place.
+                event(log, "kv_tier_left_out", level=logging.ERROR, why=str(error))
+                return
+            if tiering.open_late(LateTier(tier, shape.num_slots, records), slab):
+                left.discard(tier)
+                event(log, "kv_tier_opened_late", where=slab.name, slots=shape.num_slots)
+            else:
+                slab.close()
+            return
+
+    for tier, (place, shape) in absent.items():
+        arguments = (tier, place, shape)
+        threading.Thread(target=until_open, args=arguments, name="tier-opens", daemon=True).start()
+    return left
 
 
 def _staging(runner: ModelRunner, slot_bytes: int) -> Staging:
@@ -160,10 +195,10 @@ def _staging(runner: ModelRunner, slot_bytes: int) -> Staging:
 
 
 def _others_files(
-    settings: TierSettings, found: Sequence[_Opened], in_files: Sequence[bool]
+    settings: TierSettings, slabs: Sequence[Slab], in_files: Sequence[bool]
 ) -> SharedFiles | None:
-    """Return what other ranks keep in the directory of the nearest tier that is a file."""
-    own = next((slab for (slab, _), is_file in zip(found, in_files, strict=True) if is_file), None)
+    """Return what other ranks keep in the directory of the nearest tier that is an open file."""
+    own = next((slab for slab, is_file in zip(slabs, in_files, strict=False) if is_file), None)
     if not settings.shares or own is None:
         return None
     directory = Path(own.name).parent.parent
@@ -247,8 +282,8 @@ def tier_metrics(counts: TierCounts | None, num_left_out: int = 0) -> Iterator[M
     )
     left_out = GaugeMetricFamily(
         "isthmus_tier_left_out",
-        "Tiers of --kv-tier that the rank has done without since its start: the disk failed, was full or did "
-        "not answer, or another process had the file.",
+        "Tiers of --kv-tier that the rank could not open yet, and does without: the disk failed, was full or "
+        "did not answer, or another process had the file.",
     )
     left_out.add_metric([], num_left_out)
     blocks = GaugeMetricFamily(

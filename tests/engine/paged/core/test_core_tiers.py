@@ -85,7 +85,7 @@ class TieredRank(Rank):
         )
         self.others = others
         self.tiers = core.tiers = Tiering(
-            *(books, lambda done: self._begin(staging, done), pool, num_slots),
+            *(books, lambda done: self._begin(staging, done), pool),
             *(num_pages // 2, self._clock, lambda: None, budget, others),
         )
         hooks = (core._publish, core._offer, core._catch_up, core._reserve, core.load)
