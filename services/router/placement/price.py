@@ -217,8 +217,7 @@ class PriceList:
         reused_tokens = prefill.found_tokens if source is None else source.tokens
         # The last token is always computed: its logits choose the next one.
         compute_s = max(1, prompt - reused_tokens) / rate
-        held = prefill.hit_tokens if source is None else max(prefill.hit_tokens, source.tokens)
-        lacking = prompt - held - prefill.free_tokens
+        lacking = prompt - prefill.hit_tokens - prefill.free_tokens
         evicted = min(lacking, prefill.evictable_tokens) if lacking > 0 else 0
         wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s, rate)
         evict_s = self.evict_s(prefill, evicted) if evicted else 0.0
@@ -265,7 +264,7 @@ class PriceList:
             "compute": compute_s,
             "occupy": self.occupy_local_s(compute_s, decode.prefill_tokens_per_s),
             "wait_room": receiver.room_s,
-            "evict_decode": receiver.evict_s if source is None else self.evict_beside_s(decode, source),
+            "evict_decode": receiver.evict_s,
             "itl": self.weights.itl_weight * decode.running * compute_s,
             "outgrow": receiver.outgrow_s,
         }
@@ -279,11 +278,6 @@ class PriceList:
             return {} if brought is None else {"bring": max(0.0, brought.bring_s - wait_s)}
         pull_s, lend_s = self.pull(source, wait_s)
         return {"pull": pull_s, "lend": lend_s}
-
-    def evict_beside_s(self, decode: DecodeCandidate, source: SourceCandidate) -> float:
-        """Return the price of what is evicted for the tokens that no source holds."""
-        lacking = self.request.prompt_tokens - max(decode.hit_tokens, source.tokens) - decode.free_tokens
-        return self.evict_s(decode, min(lacking, decode.evictable_tokens)) if lacking > 0 else 0.0
 
     def uncached(self, source: SourceCandidate) -> int:
         """Return the tokens that a rank computes which pulls from this source."""
@@ -356,8 +350,7 @@ class PriceList:
         if decode.brought is not None:
             best_s += max(0.0, decode.bring_s - receiver.wait_s)
         for source in decode.sources:
-            moved = receiver._replace(evict_s=self.evict_beside_s(decode, source))
-            total_s = self.local_s(moved, self.uncached(source)) + sum(self.pull(source, receiver.wait_s))
+            total_s = self.local_s(receiver, self.uncached(source)) + sum(self.pull(source, receiver.wait_s))
             if total_s < best_s:
                 best_s, best = total_s, source
         return best_s, best
