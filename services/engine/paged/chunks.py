@@ -11,13 +11,15 @@ Ids = SequenceOf[int]
 
 def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chunk:
     assert seq.pages is not None and seq.carried is not None
-    end = seq.computed + size
+    start, pages = seq.computed, seq.pages.pages
+    end = start + size
     last = end == len(seq.ids)
-    carried, request = seq.carried, seq.request
+    carried, request, token_ids = seq.carried, seq.request, seq.ids[start:end]
+    num_pages = -(-(end + len(drafts)) // page_size)
     return Chunk(
-        token_ids=[*seq.ids[seq.computed : end], *drafts],
-        start=seq.computed,
-        pages=seq.pages.pages[: -(-(end + len(drafts)) // page_size)],
+        token_ids=[*token_ids, *drafts] if drafts else token_ids,
+        start=start,
+        pages=pages if len(pages) == num_pages else pages[:num_pages],
         sample=last,
         sampling=request.sampling,
         history=seq.ids if last else (),
@@ -28,8 +30,8 @@ def chunk_of(seq: Sequence, size: int, page_size: int, drafts: Ids = ()) -> Chun
         slot=carried.slot,
         num_drafts=len(drafts),
         matcher=seq.matcher if last else None,
-        generated=seq.computed >= len(request.prompt_ids),
-        scoring=None if seq.scores is None else seq.scores.asked_of(seq.computed, end),
+        generated=start >= len(request.prompt_ids),
+        scoring=None if seq.scores is None else seq.scores.asked_of(start, end),
         adapter=request.adapter,
         table=seq.pages.table,
     )

@@ -168,7 +168,7 @@ class EngineCore:
             self.tiers.read_ahead(self._gate)
         batch = self._decode_chunks()
         num_decoding = len(batch)
-        num_drafts = sum(chunk.num_drafts for _, chunk in batch)
+        num_drafts = sum([chunk.num_drafts for _, chunk in batch])
         batch += self._prompt_chunks(num_decoding, num_drafts)
         if not batch:
             return admitted or self.retractions > retractions
@@ -303,16 +303,14 @@ class EngineCore:
     def _decode_chunks(self) -> list[tuple[Sequence, Chunk]]:
         decoding = self._grown([s for s in self._active if s.phase is Phase.DECODING])
         if self._drafting is None:
+            if self.carried.is_empty:
+                return [(seq, chunk_of(seq, 1, self.page_size)) for seq in decoding]
             return [(seq, self._ahead.chunk_of(seq, None)) for seq in decoding]
         proposals = self._propose(self._drafting, decoding)
-        return [
-            (seq, self._ahead.chunk_of(seq, proposal))
-            for seq, proposal in zip(decoding, proposals, strict=True)
-        ]
+        return [(seq, self._ahead.chunk_of(seq, each)) for seq, each in zip(decoding, proposals, strict=True)]
 
     def _grown(self, decoding: list[Sequence]) -> list[Sequence]:
-        page_size = self.page_size
-        lacking = [seq for seq in decoding if lacks_slot(seq, page_size)]
+        lacking = [seq for seq in decoding if lacks_slot(seq, self.page_size)]
         if not lacking:
             return decoding
         self.cache.make_room(len(lacking))
@@ -396,7 +394,7 @@ class EngineCore:
 
     def _account(self, seq: Sequence, chunk: Chunk, sampled: tuple[Sampled, ...]) -> None:
         accepted = max(0, len(sampled) - 1)
-        for right in sampled[:accepted]:
+        for right in sampled[:accepted] if accepted else ():
             self._append(seq, right)  # It ends nothing, because usable_drafts has left such drafts out.
             if seq.phase is Phase.ENDED:  # It may have ended because its constraint reached a limit.
                 return
@@ -405,10 +403,11 @@ class EngineCore:
             self._drafting.note(seq, seq.proposal, accepted)
             self._drafts.note(seq.proposal.source, chunk.num_drafts, accepted)
             seq.proposal = None
-        seq.computed = chunk.end - chunk.num_drafts + accepted
+        seq.computed = chunk.start + len(chunk.token_ids) - chunk.num_drafts + accepted
         self._charges.computed(seq)
         self._publish(seq)
-        self._carrying.account(seq)
+        if not self.carried.is_empty:
+            self._carrying.account(seq)
         self._offer(seq)
         if sampled:
             self._append(seq, sampled[-1], chunk.num_drafts, accepted)
@@ -446,7 +445,8 @@ class EngineCore:
             return
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
-        self._shares.charge(seq.request.share, token_cost(len(seq.ids)))
+        if (share := seq.request.share) is not None:
+            self._shares.charge(share, token_cost(len(seq.ids)))
         seq.phase = Phase.DECODING
         finished = finish_reason(seq, self.max_context_tokens)
         if not (first or drafted) and finished is None and sampled.logprobs is None:

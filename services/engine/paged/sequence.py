@@ -216,12 +216,12 @@ def newest_token(
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:
-    sampling, num_output = seq.request.sampling, seq.num_output
-    if seq.ids[-1] in seq.ending_ids and num_output >= sampling.min_tokens:
+    sampling = seq.request.sampling
+    if seq.ids[-1] in seq.ending_ids and seq.num_output >= sampling.min_tokens:
         return FinishReason.STOP
     if seq.matcher is not None and seq.matcher.ends_here:
         return FinishReason.STOP
-    if sampling.max_tokens is not None and num_output >= sampling.max_tokens:
+    if sampling.max_tokens is not None and seq.num_output >= sampling.max_tokens:
         return FinishReason.LENGTH
     return FinishReason.LENGTH if len(seq.ids) >= max_context_tokens or seq.single_token else None
 
