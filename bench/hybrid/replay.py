@@ -6,7 +6,7 @@ same order each time, so that two ranks differ by their pools alone.
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +63,9 @@ class CountingRunner:
         self.mask_counts, self.steps_by_way = MaskCounts(), dict[str, int]()
         self.adapters = FakeAdapters()
         self.computed_tokens = self.num_steps = 0
+
+    def when_launched(self, call: Callable[[], None]) -> bool:
+        return False
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         self.num_steps += 1

@@ -104,6 +104,9 @@ class FakeRunner:
     def mask_counts(self) -> MaskCounts:
         return self._mask_maker.counts
 
+    def when_launched(self, call: Callable[[], None]) -> bool:
+        return False
+
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         prompt_tokens = sum(len(c.token_ids) for c in chunks if len(c.token_ids) > 1 + c.num_drafts)
         pause_s = self._speed.step_s + self._speed.prompt_token_s * prompt_tokens

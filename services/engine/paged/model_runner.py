@@ -285,6 +285,13 @@ class ModelRunner(Protocol):
             One entry per chunk, which is () where `sample` is not set.
         """
 
+    def when_launched(self, call: Callable[[], None]) -> bool:
+        """Call this in each step as soon as a device computes it, before waiting for the device.
+
+        Where steps are launched slowly, it is called before. Return False where `run` has no such moment, and
+        never calls it.
+        """
+
     @property
     def mask_counts(self) -> MaskCounts: ...
 

@@ -1,6 +1,6 @@
 """The torch model runner makes one packed forward pass per engine step over the paged KV pool."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -127,6 +127,7 @@ class TorchRunner:
         self._vocab_size = checkpoint.vocab_size
         self._max_context_tokens = checkpoint.max_context_tokens
         self._masks = StepMasks(checkpoint.vocab_size)
+        self._launched: Callable[[], None] = lambda: None
 
     @property
     def layout(self) -> KvLayout:
@@ -167,6 +168,12 @@ class TorchRunner:
     @property
     def mask_counts(self) -> MaskCounts:
         return self._masks.counts
+
+    def when_launched(self, call: Callable[[], None]) -> bool:
+        if self._device.type != "cuda":
+            return False
+        self._launched = call
+        return True
 
     def run(self, chunks: Sequence[Chunk]) -> list[tuple[Sampled, ...]]:
         """Compute a step as ModelRunner.run defines it.
@@ -253,7 +260,8 @@ class TorchRunner:
             scores = any([chunk.scoring is not None for chunk in chunks])
             rows = _sampled_offsets(tokens)
             computed = self._graphs.compute(chunks, rows)
-            if computed is None:
+            self._launched()
+            if computed is None:  # Python launches its kernels one by one, and the device waits for it.
                 computed = self._model.compute(self._pools, chunks, rows, keeps_layers=scores)
             if scores:
                 report_scores(chunks, computed.logits_of, self._vocab_size)

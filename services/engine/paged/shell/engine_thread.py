@@ -1,8 +1,9 @@
 """This thread owns a rank's state.
 
-asyncio posts frozen commands on one queue. The thread applies them between steps and reports what happened to
-the loop, with one `call_soon_threadsafe` a step. Pages that a prefill rank offers go directly from here to
-the sender's thread, not through the loop. No other thread touches the core.
+asyncio posts frozen commands on one queue. The thread applies them between steps and reports to the loop what
+happened, with one `call_soon_threadsafe` a step; on a GPU mostly while the device computes the next one. Pages
+that a prefill rank offers go directly from here to the sender's thread, not through the loop. No other thread
+touches the core.
 
 A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
@@ -12,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -214,6 +216,8 @@ class EngineThread:
         self._loop = loop
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
+        self._held: list[tuple[Sequence, Reported]] = []  # The next step reports these when it is launched.
+        self._may_hold = False
         self._busy = False  # Another step would change something without a new command.
         self._frees = False
         self.watch = IterationWatch()
@@ -263,6 +267,7 @@ class EngineThread:
             self._call(self._start_failed, error)
             return
         self._call(self._start_succeeded, core)
+        self._may_hold = core.runner.when_launched(partial(self._note_launched, core))
         try:
             while self._turn(core):
                 pass
@@ -290,7 +295,7 @@ class EngineThread:
         running = self._apply_commands(core)
         if running:
             self._step(core)
-        self._report(core)
+        self._report(core, may_hold=running and self._busy and self._may_hold and not self._held)
         return running
 
     def _apply_commands(self, core: EngineCore) -> bool:
@@ -376,9 +381,26 @@ class EngineThread:
             self._busy = True  # There may be transfer now for waiting sequences.
             self._failures += [(seq, failure) for seq in core.fail_active()]
 
-    def _report(self, core: EngineCore) -> None:
+    def _report(self, core: EngineCore, *, may_hold: bool) -> None:
+        """Report the step, or with `may_hold` let the next one do so once the device computes it.
+
+        Only tokens alone are held. The loop sends them while this thread waits for the device, instead of
+        beside the Python that prepares the next step.
+        """
         events = [*self._offered(core.take_outputs()), *self._failures]
         self._failures = []
+        if may_hold and events and all([isinstance(event, int) for _, event in events]):
+            self._held = events
+            return
+        self._send(core, events)
+
+    def _note_launched(self, core: EngineCore) -> None:
+        events = self._offered(core.take_outputs())
+        if self._held or events:
+            self._send(core, events)
+
+    def _send(self, core: EngineCore, events: list[tuple[Sequence, Reported]]) -> None:
+        events, self._held = [*self._held, *events], []
         below = core.tiers.books.take_events() if core.tiers is not None else NO_EVENTS
         report = StepReport(events, core.take_cache_events(), core.load(), below)
         self._call(self._deliver, report)
