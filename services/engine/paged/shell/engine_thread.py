@@ -1,9 +1,9 @@
 """This thread owns a rank's state.
 
 asyncio posts frozen commands on one queue. The thread applies them between steps and reports to the loop what
-happened, with one `call_soon_threadsafe` a step; on a GPU mostly while the device computes the next one. Pages
-that a prefill rank offers go directly from here to the sender's thread, not through the loop. No other thread
-touches the core.
+happened, with one `call_soon_threadsafe` a step; on a GPU mostly while the device computes the next one.
+Pages that a prefill rank offers go directly from here to the sender's thread, not through the loop. No other
+thread touches the core.
 
 A step that never ends can be noticed (`watch`) and given up (`abandon`); only the end of the process ends it.
 """
