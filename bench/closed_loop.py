@@ -16,9 +16,10 @@ A request is good if its first token and the mean time between its tokens are wi
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
-from bench.report import Row
+from bench.report import Row, verdict
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.replay.following import Job as PlanJob
 from services.router.replay.following import Steady, growth, plan
@@ -50,7 +51,7 @@ _SEED = scope_seed(MODEL)
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    every_s: float = 60.0
+    every_s: float = 90.0
     window_s: float = 120.0
     start_s: float = 30.0
     down_s: float = 60.0
@@ -250,7 +251,7 @@ def follower(loop: Loop, told: Callable[[str], None]) -> Callable[[Scaled], Size
         ahead_s = loop.start_s + loop.every_s / 2
         load = growth(observation, scaled.now, loop.window_s, ahead_s) if loop.foresees else 1.0
         made = plan(PlanJob(observation, GOALS, load))
-        wanted = steady.wanted(scaled.now, (made.wanted or made.present).size)
+        wanted = steady.wanted(scaled.now, (made.wanted or made.present).size, scaled.size)
         told(f"{scaled.now:6.0f} s: {len(seen)} requests, load {load:.2f}, {scaled.size} -> {wanted}")
         return wanted
 
@@ -282,3 +283,26 @@ def foreseen(reference: Scaled, loop: Loop, headroom: float) -> Callable[[Scaled
         return Size(max(up.prefill, coming.prefill), max(up.decode, coming.decode))
 
     return follow
+
+
+def measure(loop: Loop, headrooms: Sequence[float]) -> tuple[list[Row], list[Row]]:
+    """Return a row of each run, and the goals."""
+    asked = requests()
+    ours, _ = run(asked, loop, follower(loop, partial(print, flush=True)), "follows isthmus plan")
+    many, reference = run(asked, loop, None, "has ranks enough")
+    foreseeing = [
+        run(asked, loop, foreseen(reference, loop, headroom), f"knew the future, headroom {headroom:g}")[0]
+        for headroom in headrooms
+    ]
+    rows = [ours, *foreseeing, many]
+    enough = [_number(row, "rank_hours") for row in foreseeing if _number(row, "goodput") >= GOALS.share]
+    times = _number(ours, "rank_hours") / min(enough) if enough else None
+    goals = [verdict("goodput of the loop", ">=", GOALS.share, ours["goodput"])]
+    goals.append(verdict("rank-hours / those of who knew the future", "<=", 1.15, times))
+    return rows, goals
+
+
+def _number(row: Row, name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,6 +1,7 @@
 """This benchmark compares what `isthmus plan` predicts with what is measured, and lets a loop follow it.
 
     OMP_NUM_THREADS=1 python -m bench.plan --json FILE
+    python -m bench.plan --parts loop --json FILE
 
 **Predicted and measured.** Sessions are served by processes (etcd, two routers, ranks with engine fake; see
 bench.placement.real) on the first of the layouts. Its routers are then asked as `isthmus plan` asks them, and
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bench import closed_loop
 from bench.checkpoint import Size as ModelSize
 from bench.checkpoint import write
 from bench.placement.cells import Cell, Fleet
@@ -144,18 +146,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--parts", default="live,loop", help="live, loop or both")
     parser.add_argument("--layouts", default=_LAYOUTS, help="PREFILL+DECODE,...: the first one is observed")
     parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--stretch", type=float, default=_STRETCH)
     parser.add_argument("--load", type=float, default=_LOAD)
+    parser.add_argument("--headrooms", default="0.9,1,1.1", help="of the one that knew the future")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
-    layouts = [_size(text) for text in arguments.layouts.split(",")]
-    rows = compare(layouts, arguments.seconds, arguments.stretch, arguments.load)
-    goals = goals_of(rows)
+    rows: list[Row] = []
+    goals: list[Row] = []
+    if "live" in arguments.parts:
+        layouts = [_size(text) for text in arguments.layouts.split(",")]
+        rows += compare(layouts, arguments.seconds, arguments.stretch, arguments.load)
+        goals += goals_of(rows)
+    if "loop" in arguments.parts:
+        of_loop, wanted = closed_loop.measure(
+            closed_loop.Loop(), [float(each) for each in arguments.headrooms.split(",")]
+        )
+        print(table(of_loop))
+        rows, goals = rows + of_loop, goals + [{"at": "closed loop"} | each for each in wanted]
     print(table(goals))
     if arguments.json is not None:
-        constants: Row = {name: getattr(arguments, name) for name in ("seconds", "stretch", "load")}
+        names = ("parts", "layouts", "seconds", "stretch", "load", "headrooms")
+        constants: Row = {name: getattr(arguments, name) for name in names}
         write_json(arguments.json, "plan", constants | {"goals": goals}, rows)
 
 

@@ -21,6 +21,7 @@ from services.observe import log_lines
 from services.router.models import Models
 from services.router.observed_load import ObservedLoad
 from services.router.replay.following import Job, Plan, Steady
+from services.router.replay.observed import Fleet
 from services.router.replay.planner import Goals, Outlook, Size
 from services.router.served_model import Model
 
@@ -132,7 +133,7 @@ class Planning:
             return
         if not seen.requests:
             if self._clock() - self._began_s >= self._window_s:
-                self._tell(each, _LEAST[0] if seen.fleet.prefill else _LEAST[1], None)
+                self._tell(each, _LEAST[0] if seen.fleet.prefill else _LEAST[1], None, seen.fleet)
             return
         try:
             plan = await self.ask(Job(seen, self._goals))
@@ -141,10 +142,10 @@ class Planning:
             log_lines.event(log, "plan_failed", level=logging.WARNING, model=each.model.name, reason=why)
             return
         # Where nothing is enough those that there are stay.
-        self._tell(each, (plan.wanted or plan.present).size, plan)
+        self._tell(each, (plan.wanted or plan.present).size, plan, seen.fleet)
 
-    def _tell(self, each: _Planned, size: Size, plan: Plan | None) -> None:
-        wanted = each.steady.wanted(self._clock(), size)
+    def _tell(self, each: _Planned, size: Size, plan: Plan | None, fleet: Fleet) -> None:
+        wanted = each.steady.wanted(self._clock(), size, Size(fleet.prefill, fleet.decode))
         if each.metrics is None:
             each.metrics = PlanMetrics(each.model.registry, self._clock)
         each.metrics.tell(wanted, plan)

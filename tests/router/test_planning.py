@@ -25,12 +25,12 @@ def test_fewer_are_wanted_once_fewer_were_enough_for_long(subtests):
     random = Random(1)
     for down_s in (0.0, 3.0, 100.0):
         with subtests.test("the largest of the last seconds, each role by itself", down_s=down_s):
-            steady, told = Steady(down_s), []
+            steady, told = Steady(down_s), [(0, Size(5, 5))]  # These are there at first.
             for now in range(40):
                 told.append((now, Size(random.randint(1, 9), random.randint(1, 9))))
                 recent = [size for at, size in told if at >= now - down_s]
                 most = Size(max(size.prefill for size in recent), max(size.decode for size in recent))
-                assert steady.wanted(float(now), told[-1][1]) == most
+                assert steady.wanted(float(now), told[-1][1], Size(5, 5)) == most
 
 
 async def test_metrics_follow_the_plans(subtests, caplog):

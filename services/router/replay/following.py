@@ -51,13 +51,16 @@ def growth(observation: Observation, now: float, window_s: float, ahead_s: float
 
 
 class Steady:
-    """It is told what each plan wants, and says what is wanted now."""
+    """It is told what each plan wants, and says what is wanted now. The first time it takes the present ranks
+    for wanted until then, as who begins to plan has seen too little to take any away."""
 
     def __init__(self, down_s: float) -> None:
         self._down_s = down_s
         self._planned: deque[tuple[float, Size]] = deque()
 
-    def wanted(self, now: float, size: Size) -> Size:
+    def wanted(self, now: float, size: Size, present: Size) -> Size:
+        if not self._planned:
+            self._planned.append((now, present))
         self._planned.append((now, size))
         while self._planned[0][0] < now - self._down_s:
             self._planned.popleft()
