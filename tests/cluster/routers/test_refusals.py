@@ -53,8 +53,8 @@ async def test_who_would_wait_longer_than_half_of_his_time_is_refused(
 async def test_a_deadline_that_a_client_sets_is_known_where_its_request_waits(
     etcd_endpoint, model_dir, cluster_name
 ):
-    cluster = FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,))
-    async with cluster:
+    slow = {"decode": (1,), "fake_prompt_token_s": 0.002, "kv_pages": 2000}
+    async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **slow) as cluster:
         left = {}
 
         def noting(name, of_rank):
@@ -71,6 +71,13 @@ async def test_a_deadline_that_a_client_sets_is_known_where_its_request_waits(
         assert 15 < left["prefill"] <= left["decode"] < 21
         await cluster.generate([4, 5, 6], timeout=None)
         assert left == {"decode": None, "prefill": None}
+        await cluster.generate(range(100, 164))  # Now prefill knows its rate, some 500 a second.
+        computed = prefill.load().computed_tokens
+        call = cluster.stubs[0].Generate(ids_request([n % 400 for n in range(6000)]), timeout=5)
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "6000 tokens of the prompt are still to be computed" in await call.details()
+        assert prefill.load().computed_tokens == computed
+        await cluster.assert_nothing_held()
         cluster.routers[0].generator._heeds_deadlines = False
         await cluster.generate([7, 8, 9], timeout=20)
         assert left == {"decode": None, "prefill": None}
