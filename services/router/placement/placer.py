@@ -226,7 +226,7 @@ class Placer:
         computing = chosen.prefill or chosen.decode
         if chosen.source is not None or computing.reused_tokens <= computing.indexed_reused_tokens:
             return decision
-        if holders and (sources := self._sources.of(computing.as_indexed, holders)):
+        if holders and (sources := self._sources.of([computing.as_indexed], holders)[0]):
             return replace(decision, chosen=replace(chosen, source=sources[0]))
         return decision
 
@@ -240,18 +240,18 @@ class Placer:
         decodes = as_decodes(self._seen(receivers, snapshot), snapshot, self._decodes.own)
         prefills = as_prefills(self._seen(senders, snapshot), snapshot, self._prefills.own)
         if holders := self._sources.holders(snapshot):
-            prefills = [self._with_sources(prefill, holders) for prefill in prefills]
+            prefills = self._with_sources(prefills, holders)
             if Plan.LOCAL in asked.plans:
-                decodes = [self._with_sources(decode, holders) for decode in decodes]
+                decodes = self._with_sources(decodes, holders)
         max_wait_s = bound_s(asked.max_wait_s, decodes, prefills)
         candidates: list[Candidate] = [*decodes, *prefills]
         holding = [rank for rank in candidates if rank.hit_tokens and not rank.excluded]
         longest = max([rank.reused_tokens for rank in holding], default=0)
         return self._request(asked, max_wait_s, longest), decodes, prefills, holders
 
-    def _with_sources(self, candidate: _Candidate, holders: Sequence[Holder]) -> _Candidate:
-        sources = self._sources.of(candidate, holders)
-        return candidate._replace(sources=sources) if sources else candidate
+    def _with_sources(self, candidates: Sequence[_Candidate], holders: Sequence[Holder]) -> list[_Candidate]:
+        both = zip(candidates, self._sources.of(candidates, holders), strict=True)
+        return [rank._replace(sources=sources) if sources else rank for rank, sources in both]
 
     def _request(self, asked: Asked, max_wait_s: float, longest: int) -> PlacementRequest:
         layout, most, now = self._layout, asked.most_tokens, self._balance.clock()

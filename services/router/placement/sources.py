@@ -59,8 +59,8 @@ def sources_of(
     for rank, its_layout, tokens, matched_tokens, running in holders:
         if tokens <= reused_tokens or rank.key == key or its_layout is not layout:
             continue
-        num_bytes = _pulled_bytes(layout, candidate.hit_tokens, tokens)
-        pull_s = pace(rank.key, key).seconds(num_bytes)
+        begins_s, bytes_per_s = pace(rank.key, key)
+        pull_s = begins_s + _pulled_bytes(layout, candidate.hit_tokens, tokens) / bytes_per_s
         if pull_s <= _TIME_SHARE * (tokens - reused_tokens) / candidate.prefill_tokens_per_s:
             found.append(SourceCandidate(rank, tokens, matched_tokens, running, pull_s))
             if len(found) == _MOST_SOURCES:
@@ -117,11 +117,16 @@ class PullSources:
                 most = max(most, blocks)
         return deepest(self._holders(found, snapshot, there))
 
-    def of(self, candidate: Candidate, holders: Sequence[Holder]) -> tuple[SourceCandidate, ...]:
-        key = candidate.id.key
-        if key not in self._pulling or candidate.excluded or candidate.reused_tokens >= holders[0].tokens:
-            return ()
-        return sources_of(candidate, self._layouts[key], holders, self._balance.pull_pace)
+    def of(
+        self, candidates: Sequence[Candidate], holders: Sequence[Holder]
+    ) -> list[tuple[SourceCandidate, ...]]:
+        pulling, pace, most = self._pulling, self._balance.pull_paces(), holders[0].tokens
+        return [
+            sources_of(rank, self._layouts[rank.id.key], holders, pace)
+            if rank.id.key in pulling and not rank.excluded and rank.reused_tokens < most
+            else ()
+            for rank in candidates
+        ]
 
     def _may_lend(self, rank: Registration, snapshot: RankSnapshot) -> bool:
         key = rank.id.key
@@ -131,7 +136,8 @@ class PullSources:
 
     def _holders(self, found: Sequence[Found], snapshot: RankSnapshot, there: Guessed) -> Iterable[Holder]:
         asked, balance, now, block = snapshot.asked, self._balance, self._balance.clock(), self._block
-        held, furthest = snapshot.held(), asked.most_reused // block
+        held, most = snapshot.held(), asked.most_reused
+        furthest = most // block
         telling = {key: min(blocks, furthest) for key, rank, blocks in found if rank.reports_checkpoints}
         points = self._index.checkpoints.deepest(asked.hashes, telling) if telling else {}
         untold = resumable_depths(there.resumable(), telling) if telling else {}
@@ -140,6 +146,6 @@ class PullSources:
                 indexed, computed, trust = points.get(key, 0), untold.get(key, 0), balance.resume_trust
             else:
                 indexed, computed, trust = held.depth(key), there.depth(key), balance.trust
-            matched = min(indexed * block, asked.most_reused)
-            tokens = max(trust.worth(key, matched, now), min(computed * block, asked.most_reused))
+            matched = min(indexed * block, most)
+            tokens = max(trust.worth(key, matched, now), min(computed * block, most))
             yield Holder(rank.id, self._layouts[key], tokens, matched, snapshot.now(key).running)

@@ -129,7 +129,11 @@ class Balance:
             _penalize(self._refusals, source, now)
 
     def pull_pace(self, source: RankKey, computing: RankKey) -> PullPace:
-        return self._speeds.pull_pace(source, computing, self.clock())
+        return self.pull_paces()(source, computing)
+
+    def pull_paces(self) -> Callable[[RankKey, RankKey], PullPace]:
+        """Return `pull_pace` as of now, for many pairs."""
+        return self._speeds.pull_paces(self.clock())
 
     def may_lend(self, rank: RankKey) -> bool:
         """Return whether it is worth while to ask the rank for what it holds. It may drain."""

@@ -119,13 +119,10 @@ class _Sender:
 
 
 class PullPace(NamedTuple):
-    """A pull of one rank from another takes so long."""
+    """A pull of one rank from another takes so long: what its beginning does, and each byte."""
 
-    begins_s: float  # This does not depend on the size.
+    begins_s: float
     bytes_per_s: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.begins_s + num_bytes / self.bytes_per_s
 
 
 class Speeds:
@@ -168,11 +165,21 @@ class Speeds:
     def pull_pace(self, source: RankKey, computing: RankKey, now: float) -> PullPace:
         """Return the pace of the pair, else as is usual for that source; of one that was never pulled from,
         as transfers usually are."""
-        begins, begins_s = self._pull_begins.get(source), _PULL_BEGINS_S
-        if begins is not None:
-            begins_s = begins.faded(now, _PULL_BEGINS_S)
-        sender, usual = self._sources.get(source), self._usual_bandwidth.value
-        return PullPace(begins_s, usual if sender is None else self._of_link(sender, computing, now))
+        return self.pull_paces(now)(source, computing)
+
+    def pull_paces(self, now: float) -> Callable[[RankKey, RankKey], PullPace]:
+        """Return `pull_pace` as of now, for many pairs."""
+        all_begins, sources, usual = self._pull_begins, self._sources, self._usual_bandwidth.value
+        unknown = PullPace(_PULL_BEGINS_S, usual)
+
+        def pace(source: RankKey, computing: RankKey) -> PullPace:
+            begins, sender = all_begins.get(source), sources.get(source)
+            if begins is None and sender is None:
+                return unknown
+            begins_s = _PULL_BEGINS_S if begins is None else begins.faded(now, _PULL_BEGINS_S)
+            return PullPace(begins_s, usual if sender is None else self._of_link(sender, computing, now))
+
+        return pace
 
     def knows(self, rank: RankKey) -> bool:
         return rank in self._rates

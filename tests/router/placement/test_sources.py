@@ -97,7 +97,7 @@ def test_the_sources_of_a_rank_are_the_two_that_hold_the_most(
         prefill_tokens_per_s=tokens_per_s,
     )
     found = sources.holders(snapshot)
-    got = sources.of(candidate, found) if found else ()
+    got = sources.of([candidate], found)[0] if found else ()
     expected = in_words(router, ranks, candidate, prompt_tokens - 1)[:2]
     assert [(-source.tokens, source.running, source.pull_s) for source in got] == [
         way[:3] for way in expected
@@ -212,7 +212,7 @@ def test_of_equal_sources_the_least_busy_come_first():
     found = sources.holders(snapshot)
     assert [holder.id.rank for holder in found] == [3, 1, 0]  # the third is not connected
     own = decode(3, prefill_tokens_per_s=1_000.0)
-    assert [source.id.rank for source in sources.of(own, found)] == [1, 0]  # it does not pull from itself
+    assert [source.id.rank for source in sources.of([own], found)[0]] == [1, 0]  # not from itself
 
 
 def test_what_was_computed_counts_before_it_is_told(subtests):
