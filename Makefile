@@ -66,7 +66,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-cluster test-sglang-pair test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -172,8 +172,16 @@ test-versions: setup-versions ## models and tokenizers with the oldest and newes
 test-triton: $(STAMP) $(TRITON_STAMP) ## the GPU's kernels, interpreted and compiled; needs no GPU
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m triton $(TRITON_TESTS)
 
-test-sglang: $(SGLANG_STAMP) ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
-	timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -rs -m "sglang and not slow" $(SGLANG_TESTS)
+SGLANG_RUN = timeout -s INT -k 60 $${SGLANG_CAP_S:-0} $(SGLANG_VENV)/bin/python -m pytest -q -rs -m "sglang and not slow"
+
+test-sglang: test-sglang-cluster test-sglang-pair ## a cluster on real SGLang, on the CPU, against one SGLang; minutes
+
+test-sglang-cluster: $(SGLANG_STAMP)
+	$(SGLANG_RUN) tests/sglang
+
+# What each engine promises, over one pair of ranks.
+test-sglang-pair: $(SGLANG_STAMP)
+	$(SGLANG_RUN) tests/engine/test_conformance.py
 
 test-sglang-slow: $(SGLANG_STAMP) ## the same with tensor parallelism and DP attention; more minutes
 	$(SGLANG_VENV)/bin/python -m pytest -q -m "sglang and slow" $(SGLANG_TESTS)
