@@ -122,7 +122,7 @@ test: $(STAMP) ## the default tests: no GPU, no network, no download
 	$(BIN)/python -m pytest -q -n 3
 
 test-exact: $(STAMP) ## combinations against transformers, by pairs and threes; minutes
-	$(BIN)/python -m pytest -q -n 2 -m "exact and not slow"
+	$(BIN)/python -m pytest -q -n 3 -m "exact and not slow"
 
 test-long: $(STAMP) ## clusters of processes, the tests under mutations, short benchmarks; minutes
 	$(BIN)/python -m pytest -q -n 3 -m "long and not slow"
