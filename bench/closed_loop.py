@@ -51,7 +51,7 @@ _SEED = scope_seed(MODEL)
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    every_s: float = 90.0
+    every_s: float = 120.0
     window_s: float = 120.0
     start_s: float = 30.0
     down_s: float = 60.0

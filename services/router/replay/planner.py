@@ -215,7 +215,7 @@ class Trial:
         first = num_warm + int(_UNCOUNTED_SHARE * num_requests)
         beyond_s = [self.speeds.beyond_s[index] for index in workload.sources]
         jobs = [job for job in replay.jobs if job.request.number >= first]
-        ttft = [job_ttft_s(job) + beyond_s[job.request.number - num_warm] for job in jobs]
+        ttft = [max(0.0, job_ttft_s(job) + beyond_s[job.request.number - num_warm]) for job in jobs]
         itl = [job_itl_s(job) for job in jobs]
         good = sum(a <= goals.ttft_s and b <= goals.itl_s for a, b in zip(ttft, itl, strict=True)) / len(jobs)
         span_s = max(job.ended_s for job in jobs) - min(job.request.arrival_s for job in jobs)
@@ -307,18 +307,18 @@ def _is_in_vain(before: Outlook, found: Outlook) -> bool:
 
 
 def _best_split(trial: Trial, ranks: int, share: float) -> Outlook:
-    """Climb from this share of prefill ranks to the split whose neighbours are no better."""
+    """Return the split at this share of prefill ranks if it meets the goals, else climb to one that does, or
+    whose neighbours are no better."""
     least, most = _prefill_bounds(trial.fleet, ranks)
     at = min(most, max(least, round(share * ranks)))
-    best = trial.of(Size(at, ranks - at))
+    best = first = trial.of(Size(at, ranks - at))
     for step in (1, -1):
-        moved = False
-        while least <= best.size.prefill + step <= most:
+        while not best.meets and least <= best.size.prefill + step <= most:
             other = trial.of(Size(best.size.prefill + step, best.size.decode - step))
             if _worth(other) <= _worth(best):
                 break
-            best, moved = other, True
-        if moved:
+            best = other
+        if best is not first:
             break
     return best
 

@@ -3,8 +3,8 @@
     compute_s = a for each chunk + b for each token          of the role that computed
     itl_s     = a + b for each sequence that its rank decodes beside it
 
-What a request took beyond that is kept as its own: the router's work, hops, and what no model says. A replay
-adds it to what it predicts for the same request.
+What a request took more than that, or less, is kept as its own: the router's work, hops, and what no model
+says. A replay adds it to what it predicts for the same request.
 """
 
 from bisect import bisect_right
@@ -16,6 +16,7 @@ from services.router.replay.observed import Fleet, Observed
 from services.router.replay.ranks import Timing
 
 _FEW = 8  # So many requests at least tell a speed.
+_FAR_OFF, _TURNS = 4.0, 3
 _HOP_S = 0.0005
 _PRIOR_TOKENS_PER_S, _PRIOR_STEP_S, _PRIOR_BYTES_PER_S = 10_000.0, 0.02, 1e9
 
@@ -25,7 +26,7 @@ class Speeds:
     prefill: Timing
     decode: Timing
     measured: frozenset[str]  # Each of "prefill", "decode", "steps" and "transfer" that was measured.
-    beyond_s: Sequence[float]  # Each request's time to its first token had so much of its own.
+    beyond_s: Sequence[float]  # Each request's first token took so much of its own, or less.
 
 
 def speeds_of(fleet: Fleet, requests: Sequence[Observed]) -> Speeds:
@@ -54,13 +55,17 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed]) -> Speeds:
             chunk_step_s=chunk_s,
         )
 
-    beyond_s = [_beyond_s(seen) for seen in requests]
-    return Speeds(timing("prefill"), timing("decode"), frozenset(measured), beyond_s)
+    prefill, decode = timing("prefill"), timing("decode")
+    beyond_s = [_beyond_s(seen, prefill if seen.is_remote else decode) for seen in requests]
+    return Speeds(prefill, decode, frozenset(measured), beyond_s)
 
 
-def _beyond_s(seen: Observed) -> float:
-    hops = 3 if seen.is_remote else 1  # One that has no token yet has nothing of its own.
-    return max(0.0, seen.ttft_s - seen.queue_s - seen.compute_s - seen.transfer_s - hops * _HOP_S)
+def _beyond_s(seen: Observed, timing: Timing) -> float:
+    if not seen.ttft_s:  # It has no token yet.
+        return 0.0
+    chunks, hops = -(-seen.computed_tokens // timing.chunk_tokens), 3 if seen.is_remote else 1
+    compute_s = chunks * timing.chunk_step_s + seen.computed_tokens / timing.tokens_per_s
+    return seen.ttft_s - seen.queue_s - compute_s - seen.transfer_s - hops * timing.hop_s
 
 
 def _compute(requests: Sequence[Observed], fleet: Fleet) -> tuple[float, float] | None:
@@ -138,18 +143,28 @@ class _Overlap:
 
 
 def fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return a and b of z = a x + b y, neither below 0, for which the squares of the relative errors are
-    least. Points far off, which are those of something else, are left out at a second look."""
-    a, b = _least_squares(points)
-    off = [abs(a * x + b * y - z) / z for x, y, z in points]
-    most = 3 * median(off)
+    """Return a and b of z = a x + b y, neither below 0, with the least squares of relative errors. Points far
+    off, which are those of something else, are left out at a second look."""
+    a, b = _relative(points)
+    off = [abs(a * x + b * y - z) / max(a * x + b * y, 1e-9) for x, y, z in points]
+    most = _FAR_OFF * median(off)
     near = [point for point, each in zip(points, off, strict=True) if each <= most]
-    return _least_squares(near) if len(near) >= _FEW else (a, b)
+    return _relative(near) if len(near) >= _FEW else (a, b)
 
 
-def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    least = median(z for _, _, z in points) / 4
-    weighted = [(x / max(z, least), y / max(z, least), z / max(z, least)) for x, y, z in points]
+def _relative(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Weigh the points by what was fitted before. By what was measured, the short ones would count most."""
+    usual = median(z for _, _, z in points)
+    a, b = _least_squares(points, [usual] * len(points))
+    for _ in range(_TURNS):
+        a, b = _least_squares(points, [max(a * x + b * y, usual / 8) for x, y, _ in points])
+    return a, b
+
+
+def _least_squares(
+    points: Sequence[tuple[float, float, float]], scales: Sequence[float]
+) -> tuple[float, float]:
+    weighted = [(x / s, y / s, z / s) for (x, y, z), s in zip(points, scales, strict=True)]
 
     def total(product: Callable[[float, float, float], float]) -> float:
         return fmean(product(*point) for point in weighted)
