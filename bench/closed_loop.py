@@ -36,14 +36,14 @@ from services.values.rank_reports import Registration
 BLOCK, POOL_BLOCKS = 256, 800
 TIMING = Timing(
     block_tokens=BLOCK,
-    tokens_per_s=600.0,
+    tokens_per_s=300.0,
     chunk_tokens=1_024,
     kv_bytes_per_token=131_072,
-    step_s=0.07,
-    step_s_per_sequence=0.003,
+    step_s=0.14,
+    step_s_per_sequence=0.006,
 )
-GOALS = Goals(ttft_s=15.0, itl_s=0.4)
-SWINGS, PERIOD_S, LEAST_PER_S, TIMES = 4, 1_200.0, 0.2, 4.0
+GOALS = Goals(ttft_s=30.0, itl_s=0.8)
+SWINGS, PERIOD_S, LEAST_PER_S, TIMES = 4, 2_400.0, 0.1, 4.0
 _MOST = 120  # of each role: those that went are not taken back
 _FIRST = Size(3, 2)
 _SEED = scope_seed(MODEL)
@@ -51,8 +51,8 @@ _SEED = scope_seed(MODEL)
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    every_s: float = 120.0
-    window_s: float = 120.0
+    every_s: float = 240.0
+    window_s: float = 180.0
     start_s: float = 30.0
     down_s: float = 60.0
     foresees: bool = True

@@ -132,7 +132,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             raise Forbidden("the load is of all tenants: this API key is not an operator's")
         if self._load is None:
             raise NotFound("this router remembers no requests (--plan-window-s=0)")
-        return self._load.list_load(request)
+        return await self._load.list_load(request)
 
     async def WatchCluster(
         self, request: generation_pb2.WatchClusterRequest, context: grpc.aio.ServicerContext

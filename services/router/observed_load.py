@@ -7,8 +7,10 @@
 A request costs a record when it ends. Nothing is remembered with --plan-window-s=0.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from xxhash import xxh3_64_intdigest
@@ -20,6 +22,7 @@ from services.router.models import Models
 from services.router.placement.rank_snapshot import staying
 from services.router.replay.messages import load_to_proto
 from services.router.replay.observed import Fleet, Observation, Observed, Recorder, anonymous
+from services.router.replay.planner import MOST_REQUESTS
 from services.router.request.progress import Progress
 from services.router.served_model import Model
 from services.values.errors import NotFound
@@ -67,7 +70,7 @@ class ObservedLoad:
         """Return what was seen of a model's requests, at times of this router's clock."""
         recorder = self._recorders.get(model.name)
         now = self._clock()
-        requests = [] if recorder is None else recorder.recent(now)
+        requests = [] if recorder is None else recorder.recent(now, MOST_REQUESTS)
         for progress in model.generator.running:
             requests += observed(progress, is_over=False) or waiting(progress, now)
         return Observation(self._fleet(model), requests)
@@ -97,17 +100,18 @@ class ObservedLoad:
             _mean(list(_steps_s(status))),
         )
 
-    def list_load(self, request: generation_pb2.ListLoadRequest) -> generation_pb2.ListLoadResponse:
-        """Answer with names that the caller's salt makes. Raises NotFound."""
+    async def list_load(self, request: generation_pb2.ListLoadRequest) -> generation_pb2.ListLoadResponse:
+        """Answer with names that the caller's salt makes, which are made off the loop. Raises NotFound."""
         chosen = [model for model in self._served() if request.model in ("", model.name)]
         if not chosen:
             raise NotFound(f"model {request.model!r} is not served here")
-        return generation_pb2.ListLoadResponse(models=[self._told(model, request.salt) for model in chosen])
+        now, seen = self._clock(), [self.observation(model) for model in chosen]
+        return await asyncio.to_thread(_told, seen, request.salt, now)
 
-    def _told(self, model: Model, salt: int) -> generation_pb2.ModelLoad:
-        seen = self.observation(model)
-        requests = list(anonymous(seen.requests, salt, self._clock()))
-        return load_to_proto(Observation(seen.fleet, requests))
+
+def _told(seen: Sequence[Observation], salt: int, now: float) -> generation_pb2.ListLoadResponse:
+    named = [replace(each, requests=list(anonymous(each.requests, salt, now))) for each in seen]
+    return generation_pb2.ListLoadResponse(models=map(load_to_proto, named))
 
 
 def observed(progress: Progress, *, is_over: bool) -> list[Observed]:

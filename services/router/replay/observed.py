@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest
@@ -17,6 +18,7 @@ from xxhash import xxh3_64_intdigest
 from services.values.rank import Plan
 
 _RECORD = Struct("<d5I5f2?Q")
+_ARRIVAL, _DURATION, _DURATION_AT = Struct("<d"), Struct("<f"), 32
 _ID = Struct("<Q")
 _OBJECT_BYTES = 48  # A bytes object and its place in the ring need so many beside what it holds.
 MOST_BYTES = 16 << 20
@@ -67,6 +69,11 @@ def unpacked(record: bytes) -> Observed:
     return Observed(*(*_RECORD.unpack_from(record), blocks))
 
 
+def _ended_s(record: bytes) -> float:
+    arrival_s, duration_s = _ARRIVAL.unpack_from(record), _DURATION.unpack_from(record, _DURATION_AT)
+    return float(arrival_s[0] + duration_s[0])
+
+
 class Recorder:
     """A ring of the requests that ended in the last `window_s`, in at most `most_bytes`."""
 
@@ -87,14 +94,15 @@ class Recorder:
         while self.size_bytes > self._most_bytes:
             self._drop()
 
-    def recent(self, now: float) -> list[Observed]:
-        """Return the requests that came in the last `window_s`."""
-        self._forget(now - self.window_s)
+    def recent(self, now: float, most: int) -> list[Observed]:
+        """Return the requests that came in the last `window_s`, and ended last: at most so many."""
         since_s = now - self.window_s
-        return [seen for seen in map(unpacked, self._records) if seen.arrival_s >= since_s]
+        self._forget(since_s)
+        last = [unpacked(record) for record in islice(reversed(self._records), most)]
+        return [seen for seen in reversed(last) if seen.arrival_s >= since_s]
 
     def _forget(self, before_s: float) -> None:
-        while self._records and unpacked(self._records[0]).ended_s < before_s:
+        while self._records and _ended_s(self._records[0]) < before_s:
             self._drop()
 
     def _drop(self) -> None:
