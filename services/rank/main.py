@@ -155,13 +155,14 @@ def with_pool(config: RankConfig) -> RankConfig:
     """Return the settings with a number of pages that fits the memory of the worker's ranks.
 
     It is the configured number, or as many as fit. Where the memory is not known to us, the settings are
-    unchanged. Raises ConfigError and Unavailable as `pool_pages` does.
+    unchanged. Raises ConfigError and Unavailable as `pool_pages` and `free_beside_tiers` do.
     """
-    ranks = ranks_memory(config, read_config(config.model))
     free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()
-    if ranks is None or free_bytes is None or total_bytes is None:
+    if free_bytes is None or total_bytes is None:
         return config
     free_bytes = free_beside_tiers([config], free_bytes, total_bytes)
+    if (ranks := ranks_memory(config, read_config(config.model))) is None:
+        return config
     pages = config.kv_pages or pool_pages([ranks], free_bytes, total_bytes)
     if config.kv_pages:
         pool_pages([ranks], free_bytes, total_bytes)  # This raises an error if they do not fit.

@@ -82,6 +82,9 @@ class Staging(Protocol):
     def give(self, spans: Sequence[Span]) -> None:
         """Copy into the pools. When it returns, or raises OSError, nothing is written there any more."""
 
+    def close(self) -> None:
+        """Let the pools go."""
+
 
 class HostStaging:
     def __init__(self, slot_bytes: int, unit_bytes: Sequence[int], pools: Sequence[PoolMemory]) -> None:
@@ -98,6 +101,9 @@ class HostStaging:
     def give(self, spans: Sequence[Span]) -> None:
         for span in spans:
             ctypes.memmove(self._of(span), self._address + span.at, span.num_bytes)
+
+    def close(self) -> None:
+        self._pools = []
 
     def _of(self, span: Span) -> int:
         base, unit_bytes = self._pools[span.pool]

@@ -92,6 +92,7 @@ class TierThread:
         if not self._thread.is_alive():
             for slab in self._slabs:
                 slab.close()
+            self._staging.close()
 
     def stack(self) -> str:
         return stack_of(self._thread)

@@ -68,22 +68,23 @@ def check_checkpoint(directory: Path, engine: str) -> None:
 def check_memory(
     directory: Path, ranks: Sequence[RankConfig], free_bytes: int | None, total_bytes: int | None
 ) -> int | None:
-    """Check the memory of engine torch on the CPU. `ranks` has a config for each worker.
+    """Check the memory of engine torch on the CPU, and of tiers. `ranks` has a config for each worker.
 
     Returns the pages for each rank without --kv-pages, or None if there is no such rank or the model's size
     is unknown.
 
     Raises:
-        Unavailable: Weights and pools of all ranks need more memory than is free.
+        Unavailable: Weights and pools of all ranks, or tiers in memory, need more memory than is free.
         ConfigError: They need more memory than the machine has.
     """
     if not ranks or free_bytes is None or total_bytes is None:
         return None
+    free_bytes = free_beside_tiers(ranks, free_bytes, total_bytes)
     config = {} if ranks[0].engine == "fake" else _read_config(directory)
     here = [found for rank in ranks if (found := ranks_memory(rank, config)) is not None]
     if not here:
         return None
-    pages = pool_pages(here, free_beside_tiers(ranks, free_bytes, total_bytes), total_bytes)
+    pages = pool_pages(here, free_bytes, total_bytes)
     return pages if any(each.kv_pages is None for each in here) else None
 
 

@@ -76,6 +76,9 @@ class PinnedStaging:
     def give(self, spans: Sequence[Span]) -> None:
         self._copy([(self._in_pool(run), self._in_slot(run)) for run in self._runs(spans)])
 
+    def close(self) -> None:
+        self._pools = []  # Their memory is the device's again once the runner has closed them.
+
     @torch.inference_mode()
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy each pair's second into its first, and wait for those that have begun even where one fails."""

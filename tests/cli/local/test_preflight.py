@@ -149,6 +149,7 @@ def test_memory(subtests, checkpoint, monkeypatch):
         (("--kv-pages=300",), 50, r"take 54\.2 GiB, .* are free: --kv-pages=122 would fit"),
         (("--kv-tier=memory:20GiB",), 50, r"--kv-tier: \d+ bytes of memory do not fit into"),
         (("--device=cuda",), 1, ""),
+        (("--device=cuda", "--kv-tier=memory:20GiB"), 50, r"--kv-tier: \d+ bytes of memory do not fit"),
         (("--engine=fake",), 1, ""),
         ((), None, ""),
     ]:

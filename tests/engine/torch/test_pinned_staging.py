@@ -140,6 +140,7 @@ def test_a_page_gets_a_new_owner_while_it_is_copied_out(subtests):
             time.sleep(0.001)
         assert (store.digests, store.error, rank.slab.record(store.blocks[0].place.slot)) == ([], None, None)
         rank.thread.stop(30)
+        assert rank.staging._pools == [], "it keeps the device's memory"
     with subtests.test("one that was copied before is in the slab as it was"):
         rank = Rank(Shuffled())
         write = rank.slab.write
