@@ -93,6 +93,7 @@ class Outcomes:
     ) -> None:
         decode = chosen.decode.id.key
         prefill = chosen.prefill.id.key if chosen.prefill is not None else None
+        self._balance.observe_pace(request_id, admitted)
         self._balance.admitted(request_id)
         self._balance.observe_admitted(decode, prefill, admitted)
         delivered, computing = {decode: admitted.decode_prefix_len}, prefill or decode

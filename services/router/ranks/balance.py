@@ -12,11 +12,11 @@ seconds. It does no I/O. A request in flight:
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from services.router.ranks.learned import PullPace, Speeds, Trust
+from services.router.ranks.learned import Pace, PullPace, Speeds, Trust
 from services.router.ranks.predictions import Predictions
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
@@ -28,6 +28,8 @@ _FIRST_PENALTY_S, _LONGEST_PENALTY_S = 1.0, 30.0
 _CORRUPT_S = 60.0  # A source that sent wrong bytes gets no request for so long.
 _LENT_SHARE = 8  # At most this part of a rank's pool is kept for pulls.
 _NO_FAULT = "evicted"  # The index was wrong, and learns it; the source is not to blame.
+
+_LEAST_WAITED = 0.1  # A request that waited for a greater share of its time says little of a rank's speed.
 
 _NO_LOAD = RankLoad()
 
@@ -77,6 +79,7 @@ class Balance:
         self.tier_trust = Trust()  # This is of what lies below pools.
         self.shared_trust = Trust()  # This is of what ranks read in others' files.
         self.resume_trust = Trust()  # Only ranks that report checkpoints have this.
+        self.pace = Pace()
         self.changed: Callable[[RankKey], None] = _ignore_change
         self._chunk_tokens = chunk_tokens
         self._speeds = Speeds(prior_tokens_per_s, prior_bandwidth, chunk_tokens)
@@ -104,6 +107,18 @@ class Balance:
             self._failures.pop(prefill, None)
             self._speeds.learn_rate(prefill, admitted, now)
             self._speeds.learn_bandwidth(prefill, decode, admitted, now)
+
+    def observe_pace(self, request_id: str, admitted: Admitted) -> None:
+        """Learn from the whole time of a request in flight that waited for nothing but computation."""
+        flight = self._flights.get(request_id)
+        known = None if flight is None else self._ranks.get(flight.computing)
+        if flight is None or known is None or request_id not in known.computing:
+            return
+        took_s = self.clock() - flight.sent_s - admitted.transfer_s
+        waited_s = admitted.decode_queue_s + (0.0 if admitted.pulled is None else admitted.pulled.seconds)
+        if known.told_tokens_per_s > 0 and waited_s <= _LEAST_WAITED * took_s and not admitted.brought_tokens:
+            expected_s = flight.until_its_end / known.told_tokens_per_s
+            self.pace.observe(flight.computing, expected_s, took_s, self.clock())
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:
         """Return the bytes per second between the two, else the usual ones of that prefill rank, else
@@ -161,12 +176,14 @@ class Balance:
         A request that was sent before leaves its first ranks.
         """
         self.ended(request_id)
-        flight = _Flight(decode, prefill or decode, uncached_tokens, guessed_tokens, self.clock())
+        computing = prefill or decode
+        until_its_end = self.now(computing).pending_tokens + uncached_tokens
+        flight = _Flight(decode, computing, uncached_tokens, guessed_tokens, until_its_end, self.clock())
         self._flights[request_id] = flight
         self._of(decode).receive(request_id, flight.sent_s)
-        self._of(flight.computing).take(request_id, flight)
-        self.changed(flight.computing)
-        if flight.computing != decode:
+        self._of(computing).take(request_id, flight)
+        self.changed(computing)
+        if computing != decode:
             self.changed(decode)
 
     def admitted(self, request_id: str) -> None:
@@ -233,7 +250,11 @@ class Balance:
     def report(self, rank: RankKey, load: RankLoad) -> None:
         now = self.clock()
         self._silent.discard(rank)
-        self._of(rank).report(load, now, now - _REPORT_LAG_S)
+        known = self._of(rank)
+        known.told_tokens_per_s = load.prefill_tokens_per_s
+        if (pace := self.pace.of(rank, now)) != 1.0:
+            load = replace(load, prefill_tokens_per_s=pace * load.prefill_tokens_per_s)
+        known.report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
     def unreported(self, rank: RankKey) -> None:
@@ -280,6 +301,7 @@ class Balance:
         self._silent.discard(rank)
         self._ranks.pop(rank, None)
         self._speeds.forget(rank)
+        self.pace.forget(rank)
         self.predictions.forget(rank)
         self.there.forget(rank)
         self.trust.forget(rank)
@@ -302,6 +324,7 @@ class _Flight:
     computing: RankKey
     uncached_tokens: int
     guessed_tokens: int
+    until_its_end: int  # These tokens are computed until its prompt is, those before it included.
     sent_s: float
 
 
@@ -310,6 +333,7 @@ class _KnownRank:
     """This is one rank's report with our requests there. `unseen` came too late for the report."""
 
     load: RankLoad = _NO_LOAD
+    told_tokens_per_s: float = 0.0  # The load has it times the pace.
     reported_s: float = float("-inf")
     decoding: set[str] = field(default_factory=set)  # These stay until ended.
     computing: dict[str, _Flight] = field(default_factory=dict)  # These stay until admitted.

@@ -236,11 +236,56 @@ _KEPT = 0.95  # Each new observation keeps this part of the past's weight.
 _WHOLE = 0.95  # From this trust on a hit counts in full, as blocks and pages end at different tokens.
 
 
+_PRIOR_PACE_S = 4.0  # So long counts as taken as expected, before any observation.
+_LEAST_PACED_S = 0.25  # What takes less measures the calls around it.
+_PACE_NOISE = 1.3  # A pace that differs by less is that of the report.
+
+
+class Pace:
+    """A rank's pace is how fast it computes what was sent to it, compared with the speed that it reports.
+
+    It is learned from the whole time of requests, as their own computation may be in turns with others'. A
+    record has the seconds that they took (`predicted`), and those of their tokens at the reported speed.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[RankKey, _Record] = {}
+
+    def observe(self, rank: RankKey, expected_s: float, took_s: float, now: float) -> None:
+        """Compare a request's time with that of all tokens until its end, at the reported speed."""
+        if took_s < _LEAST_PACED_S and expected_s < _LEAST_PACED_S:
+            return
+        record = self._records.setdefault(rank, _Record(_PRIOR_PACE_S, _PRIOR_PACE_S, now))
+        record.fade(_PRIOR_PACE_S, now)
+        expected_s = min(max(expected_s, took_s / _MAX_RATIO), took_s * _MAX_RATIO)
+        record.predicted += took_s
+        record.delivered += expected_s
+
+    def of(self, rank: RankKey, now: float) -> float:
+        """Return what the reported speed is multiplied with."""
+        record = self._records.get(rank)
+        if record is None:
+            return 1.0
+        learned = math.log(record.delivered / record.predicted)
+        pace = math.exp(learned * math.exp2((record.seen_s - now) / _HALF_LIFE_S))
+        return pace if max(pace, 1 / pace) > _PACE_NOISE else 1.0
+
+    def forget(self, rank: RankKey) -> None:
+        self._records.pop(rank, None)
+
+
 @dataclass(slots=True)
 class _Record:
     predicted: float
     delivered: float
     seen_s: float
+
+    def fade(self, prior: float, now: float) -> None:
+        """Forget a part of it, which neither hurts nor helps the rank."""
+        kept = _KEPT * math.exp2((self.seen_s - now) / _HALF_LIFE_S)
+        self.predicted = kept * self.predicted + (1 - kept) * prior
+        self.delivered = kept * self.delivered + (1 - kept) * prior
+        self.seen_s = now
 
 
 class Trust:
@@ -255,12 +300,9 @@ class Trust:
         if predicted_tokens <= 0:
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_TOKENS, _PRIOR_TOKENS, now))
-        kept = _KEPT * math.exp2((record.seen_s - now) / _HALF_LIFE_S)
-        # The faded part of the record is forgotten, which neither hurts nor helps the rank.
-        record.predicted = kept * record.predicted + (1 - kept) * _PRIOR_TOKENS + predicted_tokens
-        delivered = min(predicted_tokens, delivered_tokens)
-        record.delivered = kept * record.delivered + (1 - kept) * _PRIOR_TOKENS + delivered
-        record.seen_s = now
+        record.fade(_PRIOR_TOKENS, now)
+        record.predicted += predicted_tokens
+        record.delivered += min(predicted_tokens, delivered_tokens)
 
     def of(self, rank: RankKey, now: float) -> float:
         record = self._records.get(rank)

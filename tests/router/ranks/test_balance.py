@@ -298,3 +298,39 @@ def test_who_may_lend(subtests):
         balance.failed(D0)
         balance.fell_silent(P0)
         assert not balance.may_lend(D0) and not balance.may_lend(P0)
+
+
+def test_a_rank_is_as_fast_as_its_requests_were(subtests):
+    """Requests of 1,000 tokens come by four, and are computed one after the other in a second each."""
+
+    def rate_after(num_rounds: int, told: float, **changes) -> float:
+        clock, balance = known()
+        report = RankLoad(prefill_tokens_per_s=told)
+        balance.report(D0, report)
+        for _ in range(num_rounds):
+            for name in "abcd":
+                balance.sent(name, D0, None, 1_000)
+            for name in "abcd":
+                clock.now += 1
+                balance.observe_pace(name, took(plan=Plan.LOCAL, **changes))
+                balance.ended(name)
+            balance.report(D0, report)
+        return balance.now(D0).tokens_per_s
+
+    for told in (500.0, 2_000.0, 4_000.0):
+        with subtests.test("a wrong report is corrected", told=told):
+            assert 1_000 / 1.3 < rate_after(20, told) < 1_300
+            assert abs(rate_after(2, told) - 1_000) < abs(told - 1_000)
+    for told in (850.0, 1_000.0, 1_200.0):
+        with subtests.test("a report that is about right stands", told=told):
+            assert rate_after(20, told) == told
+    with subtests.test("who waited for pages or a source tells nothing of computing"):
+        assert rate_after(20, 2_000.0, decode_queue_s=0.9) == 2_000.0
+        assert rate_after(20, 2_000.0, pulled=Pulled(512, 1 << 20, 0.9)) == 2_000.0
+    with subtests.test("another life of the rank, and time, forget it"):
+        clock, balance = known()
+        balance.pace.observe(D0, 1.0, 3.0, clock.now)
+        before = balance.pace.of(D0, clock.now)
+        assert before < balance.pace.of(D0, clock.now + 600) == 1.0
+        balance.forget(D0)
+        assert balance.pace.of(D0, clock.now) == 1.0 > before
