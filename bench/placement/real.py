@@ -169,7 +169,7 @@ async def measure(
 
 def predict(prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0) -> Simulation:
     setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_timing(stretch), routers=_ROUTERS)
-    simulation = Simulation(setting, "ours", requests)
+    simulation = Simulation(setting, "ours-alone", requests)
     simulation.serve()
     return simulation
 

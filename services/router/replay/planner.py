@@ -204,7 +204,9 @@ class Trial:
             prefill_timing=replace(self.speeds.prefill, block_tokens=block_tokens),
             routers=min(_MOST_ROUTERS, fleet.routers),
         )
-        policy = "ours" if Plan.LOCAL in fleet.plans or not size.prefill else "ours-remote"
+        # A plan does not count on pulls, which not every engine has.
+        is_local = Plan.LOCAL in fleet.plans or not size.prefill
+        policy = "ours-alone" if is_local else "ours-remote-alone"
         replay = Replay(setting, policy, [*self._workload.warm, *self._workload.requests])
         replay.serve()
         return self._outlook(size, replay)

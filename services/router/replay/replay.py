@@ -19,8 +19,8 @@ _BELOW_S = 0.5  # in the mean until the next record of what lies below; there is
 
 class Replay:
     """It replays the requests with policy "ours", with "ours-remote" or "ours-local" by one plan alone, with
-    "ours-held", which takes ranks to go on wherever they hold a prompt, or with "ours-alone", under which no
-    rank pulls from another."""
+    "ours-held", which takes ranks to go on wherever they hold a prompt, or with "ours-alone" or
+    "ours-remote-alone", under which no rank pulls from another."""
 
     def __init__(self, setting: Setting, policy: str, requests: Sequence[TraceRequest]) -> None:
         self._setting = setting
@@ -70,12 +70,12 @@ class Replay:
         setting = self._setting
         pins = Pins(self._events, setting.staleness_s)
         shares = [Share(i, setting.routers) for i in range(setting.routers)]
-        fleet, tells, pulls = self._fleet(name), name != "ours-held", name != "ours-alone"
+        fleet, tells, pulls = self._fleet(name), name != "ours-held", not name.endswith("-alone")
         return [Ours(fleet, self._events, share, pins, tells, pulls) for share in shares]
 
     def _fleet(self, name: str) -> Fleet:
         setting = self._setting
-        plans = {Plan.REMOTE, Plan.LOCAL} if not name.endswith("-remote") else {Plan.REMOTE}
+        plans = {Plan.REMOTE, Plan.LOCAL} if "-remote" not in name else {Plan.REMOTE}
         if not self._prefills or name.endswith("-local"):
             plans = {Plan.LOCAL}
         return Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
