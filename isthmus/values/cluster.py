@@ -114,6 +114,7 @@ class RankLoad:
     granted_pages: int  # Other ranks pull them now.
     memory_tier_bytes_per_s: float
     file_tier_bytes_per_s: float
+    shared_tier_bytes_per_s: float
     tiers_off: bool
 
 
