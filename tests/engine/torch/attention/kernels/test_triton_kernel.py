@@ -70,11 +70,12 @@ def test_it_computes_what_float64_does(attend_parts, step, group, head_dims, dty
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("page_size", [7, 64])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"), [(torch.float32, 7), (torch.bfloat16, 64), (torch.float16, 7)]
+)
 def test_the_runners_own_check_finds_it_right(attend_parts, dtype, page_size):
-    kv = empty(PageShape(3, 2, page_size, 64, 64), dtype=dtype)
-    require_agreement(OnDevice(attend_parts, num_heads=8, num_programs=264), kv)
+    kv = empty(PageShape(3, 1, page_size, 64, 64), dtype=dtype)
+    require_agreement(OnDevice(attend_parts, num_heads=4, num_programs=264), kv)
 
 
 def test_it_stores_what_torch_does(store_kv, subtests):
@@ -125,10 +126,9 @@ def views(attend_parts, store_kv, monkeypatch):
     return recorded
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_greedy_output_is_that_of_transformers(architecture, views):
+def test_greedy_output_is_that_of_transformers(views):
     """Three sequences share a prefix, one is alone; prompts join between decode steps."""
-    directory = tiny_checkpoint(architecture)
+    directory = tiny_checkpoint("llama")
     runner = TorchRunner(directory, num_pages=64, page_size=16, self_check=False)
     prefix = random_prompt(128, seed=1)
     prompts = [prefix + random_prompt(n, seed=n) for n in (40, 2, 17)] + [random_prompt(75, seed=75)]
