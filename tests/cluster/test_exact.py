@@ -67,7 +67,7 @@ FACTORS = {
     "speculation": ["off", "lookup", "tree", "draft"],
 }
 ALL = [Case(*values) for values in itertools.product(*FACTORS.values())]
-OF_TWO = [case for case in ALL if case.architecture in ("llama", "qwen3")]
+OF_LLAMA = [case for case in ALL if case.architecture == "llama"]
 PLAIN = [case for case in ALL if case.speculation == "off"]
 
 
@@ -147,11 +147,8 @@ async def check(etcd, case, name):
         await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.exact)])
-async def test_pairwise(etcd_endpoint, architecture, cluster_name, subtests):
-    """Every pair of values of every two factors, of these two architectures."""
-    rows = [case for case in covering(OF_TWO, 2) if case.architecture == architecture]
-    for number, case in enumerate(rows):
+async def test_every_value(etcd_endpoint, cluster_name, subtests):
+    for number, case in enumerate(covering(OF_LLAMA, 1)):
         with subtests.test(str(case)):
             await check(etcd_endpoint, case, f"{cluster_name}-{number}")
 
