@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from services.kv.shadow_validity import ShadowValidity
 
 PAGE = 4
@@ -106,10 +104,14 @@ class Slots:
         return min(len(ids), len(pages) * PAGE)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_drafting_never_takes_anothers_slots_for_its_own(seed):
+def test_drafting_never_takes_anothers_slots_for_its_own(subtests):
     """Two sequences come and go, draft, are right or wrong. (What is right by luck is computed again.)"""
-    chance = random.Random(seed)
+    for seed in range(40):
+        with subtests.test(seed=seed):
+            two_sequences_draft(random.Random(seed))
+
+
+def two_sequences_draft(chance):
     validity, slots, sequences = ShadowValidity(8, PAGE), Slots(), [None, None]
     for _ in range(60):
         which = chance.randrange(2)

@@ -75,9 +75,8 @@ def test_a_ticket_for_another_life_is_stale():
         check(replace(TICKET, prefill_generation=GENERATION + 1))
 
 
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
+def test_refusals_say_why(subtests):
+    for change, sentence in [
         ({"decode_prefix_len": 6}, "within the page from 4 on"),
         ({"decode_prefix_len": 16}, "not one of 14 tokens"),
         ({"decode_prefix_len": -4}, "not one of 14 tokens"),
@@ -91,11 +90,9 @@ def test_a_ticket_for_another_life_is_stale():
         ({"runs": (PageRun(6, 1), PageRun(5, 2))}, "page 6 appears twice"),
         ({"write_until_s": float("inf")}, "never end"),
         ({"write_until_s": float("nan")}, "never end"),
-    ],
-)
-def test_refusals_say_why(change, sentence):
-    with pytest.raises(ProtocolError, match=sentence):
-        check(replace(TICKET, **change))
+    ]:
+        with subtests.test(sentence, change=change), pytest.raises(ProtocolError, match=sentence):
+            check(replace(TICKET, **change))
 
 
 def test_runs_may_touch():
@@ -195,9 +192,8 @@ def with_target(group, **change):
 TARGETS = hybrid_ticket().targets
 
 
-@pytest.mark.parametrize(
-    ("targets", "sentence"),
-    [
+def test_targets_that_are_not_right_are_refused(subtests):
+    for targets, sentence in [
         ((), r"targets of the groups \[\], the layout carries \[1, 2, 3\]"),
         (TARGETS[:2], r"groups \[1, 2\], the layout carries"),
         (TARGETS[1:], r"groups \[2, 3\], the layout carries"),
@@ -215,11 +211,9 @@ TARGETS = hybrid_ticket().targets
         (with_target(2, runs=(PageRun(8, 1), PageRun(0, 1))), "group 2 .* page 8 is outside .* of 8"),
         (with_target(3, runs=(PageRun(4, 1),)), "group 3 .* slot 4 is outside of the peer's pool of 4"),
         (with_target(1, runs=(PageRun(5, 1), PageRun(5, 1))), "group 1 .* page 5 appears twice"),
-    ],
-)
-def test_targets_that_are_not_right_are_refused(targets, sentence):
-    with pytest.raises(ProtocolError, match=sentence):
-        check_hybrid(replace(hybrid_ticket(), targets=targets))
+    ]:
+        with subtests.test(sentence), pytest.raises(ProtocolError, match=sentence):
+            check_hybrid(replace(hybrid_ticket(), targets=targets))
 
 
 def test_a_group_that_the_layout_has_not_is_refused():
