@@ -30,6 +30,7 @@ from torch import Tensor
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.draft_tokens import single_tokens
+from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
@@ -247,7 +248,11 @@ class StepGraphs:
                 logger.warning("graph_refused rows=all reason=%r", str(error))
                 return
             for num_singles, room in sizes:
-                if not self._add(num_singles, room, capture):
+                had_sums = self._model.fused.adds
+                goes_on = self._add(num_singles, room, capture)
+                if had_sums and not self._model.fused.adds:  # They were at fault, perhaps.
+                    goes_on = self._add(num_singles, room, capture)
+                if not goes_on:
                     break
                 if budget is not None and _reserved_bytes(device) - before > budget:
                     logger.info("graphs_budget_spent mib=%d", budget >> 20)
@@ -333,7 +338,8 @@ class StepGraphs:
             if not buffers.fill(step.singles, step.prompts):
                 raise RuntimeError("a step for a trial does not fit")
             held = _held_tensors(self._model.model)
-            replay = capture(partial(self._run, buffers))
+            residuals = Residuals(self._model.fused)
+            replay = capture(partial(self._run, buffers, residuals))
             if _held_tensors(self._model.model) != held:
                 raise RuntimeError("the definition keeps a tensor of a step")
             bucket = _Bucket(buffers, replay)
@@ -345,17 +351,27 @@ class StepGraphs:
             logger.warning("graph_refused rows=%s reason=%r", what, str(error))
             if bucket is not None:
                 self._buckets.remove(bucket)
-            return "out of memory" in str(error)
+            if "out of memory" in str(error):
+                return True
+            self._give_up_sums()
+            return False
         finally:
             if trial is not None:
                 trial.clear()
         if fault is not None:
             logger.warning("graph_wrong rows=%s reason=%r", what, fault)
             self._buckets.remove(bucket)
+            self._give_up_sums()
         return True
 
-    def _run(self, buffers: StepBuffers) -> None:
-        logits = self._model.logits_of(self._pools, buffers)
+    def _give_up_sums(self) -> None:
+        if self._model.fused.adds:
+            self._model.fused.adds = False
+            logger.warning("fused_kernels_unusable of=sums")
+
+    def _run(self, buffers: StepBuffers, residuals: Residuals) -> None:
+        with residuals.fusing():
+            logits = self._model.logits_of(self._pools, buffers)
         assert self._most_probable is not None
         if self._logits is None:
             self._logits = logits.new_zeros(len(self._most_probable), logits.shape[1])

@@ -22,6 +22,9 @@ from services.engine.torch.attention import prompts
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.prompts import Packing
 from services.engine.torch.checkpoint import load_model, open_checkpoint
+from services.engine.torch.model.fused.fuse import fuse
+from services.engine.torch.model.fused.plain_kernels import PLAIN
+from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_graphs import StepGraphs, bucket_rows
@@ -367,3 +370,53 @@ def check_prompts(family):
 )
 def test_prompts_are_replayed_too(family):
     check_prompts(family)
+
+
+def fused_by(monkeypatch, kernels):
+    own = packed_model.PackedModel.__init__
+
+    def fuse_it(self, *args):
+        own(self, *args)
+        self.fused = fuse(self.model, self.probed.read_linears, kernels)
+
+    monkeypatch.setattr(packed_model.PackedModel, "__init__", fuse_it)
+
+
+def check_sums(family, monkeypatch):
+    """Sums that norms compute have the bits that they have elsewhere."""
+    with monkeypatch.context() as patching:
+        fused_by(patching, PLAIN)
+        made = Made(family, tape.capture, max_rows=2)
+        patching.setattr(Residuals, "fusing", lambda self: nullcontext())
+        apart = Made(family, tape.capture, max_rows=2)
+    assert len(made.graphs._buckets) == len(apart.graphs._buckets) > 0 and made.model.fused.adds
+    for seed in (1, 2):
+        chunks = made.step(2, seed)
+        made.randomize(seed)
+        together, _, left = computed(made, chunks, made.graphs.compute)
+        apart.randomize(seed)
+        alone, _, left_alone = computed(apart, chunks, apart.graphs.compute)
+        assert torch.equal(together, alone)
+        assert all(map(torch.equal, left, left_alone))
+
+
+@pytest.mark.exact
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "falcon_h1"])
+def test_sums_that_norms_compute_have_the_same_bits(family, monkeypatch):
+    check_sums(family, monkeypatch)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_sums_that_are_wrong_in_a_step_are_given_up(monkeypatch, caplog):
+    """In the trial at the model's start they were right."""
+
+    def wrong(first, second, total, weight, form):
+        normed = PLAIN.add_and_normalize(first, second, total, weight, form)
+        return normed if first.shape[1] == 7 else normed.flip(-1)
+
+    fused_by(monkeypatch, PLAIN._replace(add_and_normalize=wrong))
+    made = Made("llama", tape.capture, max_rows=2)
+    assert not made.model.fused.adds
+    assert [bucket.size for bucket in made.graphs._buckets] == [(0, 1), (0, 2)]
+    assert caplog.text.count("graph_wrong") == caplog.text.count("fused_kernels_unusable of=sums") == 1

@@ -39,7 +39,7 @@ def fuse(
     kernels = kernels or _kernels_of(model.device)
     if kernels is not None:
         with _leaving_out("norms"):
-            fuse_norms(model, fused, kernels.normalize)
+            fuse_norms(model, fused, kernels.normalize, kernels.add_and_normalize)
         with _leaving_out("rotations"):
             fuse_rotations(model, fused, kernels.rotate)
         with _leaving_out("activations"):

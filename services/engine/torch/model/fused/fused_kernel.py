@@ -64,6 +64,63 @@ def _normalize(
     tl.store(normed + place + columns, numbers.to(normed.dtype.element_ty), mask=is_column)
 
 
+@triton.jit(do_not_specialize=["epsilon"])
+def _add_and_normalize(
+    first,
+    second,
+    total,
+    weight,
+    normed,
+    epsilon,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ADDS_ONE: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+):
+    """Program i computes row i: its sum, rounded, and the norm of that."""
+    columns = tl.arange(0, COLUMNS)
+    is_column = columns < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    numbers = tl.load(first + place, mask=is_column, other=0.0).to(tl.float32)
+    numbers = numbers + tl.load(second + place, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(total + place, numbers.to(total.dtype.element_ty), mask=is_column)
+    numbers = _rounded(numbers, total.dtype.element_ty)
+    numbers = numbers * tl.rsqrt(tl.sum(numbers * numbers, 0) / WIDTH + epsilon)
+    if ROUNDS_FIRST:
+        numbers = _rounded(numbers, normed.dtype.element_ty)
+    if HAS_WEIGHT:
+        factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+        if ADDS_ONE:
+            factors = factors + 1.0
+        numbers = numbers * factors
+    tl.store(normed + place, numbers.to(normed.dtype.element_ty), mask=is_column)
+
+
+def add_and_normalize(
+    first: Tensor, second: Tensor, total: Tensor, weight: Tensor | None, form: NormForm
+) -> Tensor:
+    width, normed = first.shape[-1], torch.empty_like(total)
+    columns = triton.next_power_of_2(width)
+    with torch.cuda.device_of(first):
+        _add_and_normalize[(first.numel() // width,)](
+            first,
+            second,
+            total,
+            total if weight is None else weight,
+            normed,
+            form.epsilon,
+            width,
+            columns,
+            weight is not None,
+            form.adds_one,
+            form.rounds_first,
+            num_warps=_num_warps(columns),
+            enable_fp_fusion=False,
+        )
+    return normed
+
+
 def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
     width = rows.shape[-1]
     normed = torch.empty_like(rows)  # Rows that lie in another order keep it.
@@ -333,4 +390,4 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return activated
 
 
-KERNELS = Kernels(normalize, rotate, activate)
+KERNELS = Kernels(normalize, rotate, activate, add_and_normalize)

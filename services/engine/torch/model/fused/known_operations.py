@@ -13,6 +13,7 @@ Two computations are compared by their results for random numbers.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,12 +30,15 @@ from services.engine.torch.model.fused import plain_kernels
 from services.engine.torch.model.fused.plain_kernels import (
     Activate,
     Activation,
+    AddAndNormalize,
     Normalize,
     NormForm,
     RotaryForm,
     Rotate,
 )
 from services.engine.torch.model.fused.products import Fused
+
+logger = logging.getLogger(__name__)
 
 # In half precision a right computation rounds one in a hundred numbers differently, and one that rounds at
 # other places one in three.
@@ -58,15 +62,38 @@ _SCALES = (1e-3, 1.0, 50.0)  # With the smallest one the epsilon affects the res
 _NORM_WIDTH = 48  # A norm without a weight is tried with this width.
 
 
-def fuse_norms(model: PreTrainedModel, fused: Fused, normalize: Normalize) -> None:
+def fuse_norms(
+    model: PreTrainedModel, fused: Fused, normalize: Normalize, adds: AddAndNormalize | None = None
+) -> None:
     for module in model.modules():
         epsilon = _epsilon_of(module)
         if epsilon is None:
             continue
         form = _form_of(module, epsilon, model, normalize)
         if form is not None:
-            _replace_norm(module, form, model.dtype, fused, normalize)
+            weight = next(module.parameters(recurse=False), None)
+            alike = adds if adds is not None and _adds_alike(weight, form, model, normalize, adds) else None
+            _replace_norm(module, form, model.dtype, fused, normalize, alike)
             fused.num_norms += 1
+            fused.adds |= alike is not None
+
+
+def _adds_alike(
+    weight: Tensor | None, form: NormForm, model: PreTrainedModel, normalize: Normalize, adds: AddAndNormalize
+) -> bool:
+    """Return whether sums have torch's bits, and their norms are those of norms alone."""
+    for first in _random_rows(weight, model):
+        second = first.flip(1) / 3
+        total = torch.empty_like(first)
+        try:
+            normed = adds(first, second, total, weight, form)
+        except Exception as error:  # Triton or a compiler may raise anything.
+            logger.warning("fused_kernels_unusable of=sums error=%r", error)
+            return False
+        is_right = torch.equal(total, first + second)
+        if not is_right or unlike(normed, normalize(total, weight, form)) > MOST_UNLIKE:
+            return False
+    return True
 
 
 def _epsilon_of(module: nn.Module) -> float | None:
@@ -123,7 +150,12 @@ def _random_weight(module: nn.Module) -> Iterator[Tensor | None]:
 
 
 def _replace_norm(
-    module: nn.Module, form: NormForm, tried: torch.dtype, fused: Fused, normalize: Normalize
+    module: nn.Module,
+    form: NormForm,
+    tried: torch.dtype,
+    fused: Fused,
+    normalize: Normalize,
+    adds: AddAndNormalize | None,
 ) -> None:
     original: Callable[..., Any] = module.forward
     weight = next(module.parameters(recurse=False), None)
@@ -134,6 +166,10 @@ def _replace_norm(
         if fused.is_on and not named:
             dtypes = (rows[0].dtype, None if weight is None else weight.dtype)
             if dtypes == (tried, weight_dtype) or set(dtypes) <= {torch.float32, None}:
+                if adds is not None and fused.residuals is not None:
+                    waiting = fused.residuals.take(rows[0])
+                    if waiting is not None:
+                        return adds(*waiting, weight, form)
                 return normalize(rows[0], weight, form)
         return original(*rows, **named)
 

@@ -31,6 +31,12 @@ class Normalize(Protocol):
     def __call__(self, rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor: ...
 
 
+class AddAndNormalize(Protocol):
+    def __call__(
+        self, first: Tensor, second: Tensor, total: Tensor, weight: Tensor | None, form: NormForm
+    ) -> Tensor: ...
+
+
 class Rotate(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm
@@ -45,6 +51,7 @@ class Kernels(NamedTuple):
     normalize: Normalize
     rotate: Rotate
     activate: Activate
+    add_and_normalize: AddAndNormalize | None = None
 
 
 def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
@@ -56,6 +63,13 @@ def normalize(rows: Tensor, weight: Tensor | None, form: NormForm) -> Tensor:
     if weight is not None:
         normed = normed * (1.0 + weight.float() if form.adds_one else weight.float())
     return normed.to(rows.dtype)
+
+
+def add_and_normalize(
+    first: Tensor, second: Tensor, total: Tensor, weight: Tensor | None, form: NormForm
+) -> Tensor:
+    """Write the sum to `total`, rounded, and return its norm; all are contiguous."""
+    return normalize(torch.add(first, second, out=total), weight, form)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> tuple[Tensor, Tensor]:
@@ -80,4 +94,4 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-PLAIN = Kernels(normalize, rotate, activate)
+PLAIN = Kernels(normalize, rotate, activate, add_and_normalize)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from services.engine.torch.model.model_probe import probe
+
+if TYPE_CHECKING:
+    from services.engine.torch.model.fused.residuals import Residuals
 
 
 @dataclass
@@ -35,6 +38,8 @@ class Fused:
     num_norms: int = 0
     num_rotations: int = 0
     num_activations: int = 0
+    adds: bool = False  # Norms also compute the sums that they get, in steps that are captured.
+    residuals: "Residuals | None" = None  # It is set during such a pass.
 
     def __bool__(self) -> bool:
         counts = (self.num_products, self.num_norms, self.num_rotations, self.num_activations)

@@ -34,6 +34,7 @@ def step(total):
     numbers = torch.zeros(1, total, WIDTH, dtype=DTYPE)
     for form in (NormForm(1e-6, False, True), NormForm(1.0, False, True)):
         fused_kernel.normalize(numbers, numbers[0, 0], form)
+        fused_kernel.add_and_normalize(numbers, numbers, numbers, numbers[0, 0], form)
     product = torch.zeros(1, total, (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM, dtype=DTYPE)
     heads = product[..., : NUM_HEADS * DIM].view(1, total, NUM_HEADS, DIM)
     kv_heads = product[..., NUM_HEADS * DIM : (NUM_HEADS + NUM_KV_HEADS) * DIM]
@@ -64,7 +65,8 @@ def main():
     driver.set_active(AbsentDriver())
     for total in (1, 2, 3, 16, 17, 512):
         step(total)
-        kernels = (fused_kernel._normalize, fused_kernel._rotate, fused_kernel._activate)
+        names = ("_normalize", "_rotate", "_activate", "_add_and_normalize")
+        kernels = [getattr(fused_kernel, name) for name in names]
         print(*(len(kernel.device_caches[0][0]) for kernel in kernels))
     rotations = fused_kernel._rotate.device_caches[0][0].values()
     print(sum(each.asm["ptx"].count("fma.") for each in rotations))

@@ -283,3 +283,13 @@ def test_a_kernel_that_does_not_compile_costs_what_it_would_fuse(caplog):
     model = loaded("llama")
     assert counts_of(fuse(model, kernels=PLAIN._replace(rotate=broken))) == (4, 5, 0, 2)
     assert "fused_kernels_unusable" in caplog.text
+
+
+def test_sums_whose_bits_differ_are_left_apart():
+    def rounds_otherwise(first, second, total, weight, form):
+        return PLAIN.normalize(first.double().add(second).to(first) * (1 + 1e-6), weight, form)
+
+    assert fuse(loaded("llama")).adds
+    fused = fuse(loaded("llama"), kernels=PLAIN._replace(add_and_normalize=rounds_otherwise))
+    assert not fused.adds
+    assert counts_of(fused) == COUNTS["llama"]

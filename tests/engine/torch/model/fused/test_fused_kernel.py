@@ -68,6 +68,21 @@ def test_it_norms_rows_however_they_lie(kernels, subtests, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_it_adds_as_it_would_before_a_norm(kernels, subtests, dtype):
+    for width in (16, 300, 21):
+        weight, rows = random(width, dtype=dtype, seed=1), random(1, 5, 2 * width, dtype=dtype)
+        first, second = (each.contiguous() for each in rows.split(width, -1))
+        for adds_one, rounds_first, own in [
+            *[(False, True, weight), (False, False, weight), (True, False, weight), (False, True, None)]
+        ]:
+            with subtests.test(width=width, adds_one=adds_one, rounds_first=rounds_first):
+                form, total = NormForm(1e-5, adds_one, rounds_first), torch.empty_like(first)
+                normed = kernels.add_and_normalize(first, second, total, own, form)
+                assert_near(total, first + second, dtype)
+                assert torch.equal(normed, kernels.normalize(total, own, form))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_it_rotates_heads_of_a_product(kernels, subtests, dtype):
     for heads, kv_heads, dim, half, has_own in [
         *[(4, 2, 16, 8, True), (5, 1, 20, 10, True), (20, 10, 128, 64, True), (7, 3, 24, 4, True)],
@@ -119,6 +134,6 @@ def test_they_compile_for_gpus_once_whatever_a_step_looks_like(capability, tmp_p
     )
     assert done.returncode == 0, done.stderr
     *counts, num_fused = done.stdout.splitlines()
-    assert counts == ["3 3 2"] * 6
+    assert counts == ["3 3 2 1"] * 6
     # Before Hopper each product and each sum of bfloat16 is one that multiplies and adds.
     assert num_fused == "0" or capability < 90

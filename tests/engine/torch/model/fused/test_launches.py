@@ -4,6 +4,7 @@ They are counted on a CPU, on the way that a GPU's steps go: what Triton does th
 """
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from services.engine.torch.checkpoint import load_model, open_checkpoint
 from services.engine.torch.model import packed_model
 from services.engine.torch.model.fused import fuse
 from services.engine.torch.model.fused.plain_kernels import Kernels
+from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
 from services.kv.tails import PoolSizes
@@ -60,6 +62,10 @@ def launched(monkeypatch):
         launches.counts["normalize"] += 1
         return torch.empty_like(rows)
 
+    def add_and_normalize(first, second, total, weight, form):
+        launches.counts["add_and_normalize"] += 1
+        return torch.empty_like(total)
+
     def rotate(query, key, cos, sin, form):
         launches.counts["rotate"] += 1
         return tuple(torch.empty_like(each.transpose(1, 2)).transpose(1, 2) for each in (query, key))
@@ -83,10 +89,11 @@ def launched(monkeypatch):
         monkeypatch.setattr(packed_model, name, lambda model: None)
     for most in ("MOST_UNLIKE", "_MOST_UNLIKE_FAR"):  # what computes nothing passes no trial
         monkeypatch.setattr(f"services.engine.torch.model.fused.known_operations.{most}", 1.0)
-    return launches, Kernels(normalize, rotate, activate)
+    monkeypatch.setattr("services.engine.torch.model.fused.known_operations._adds_alike", lambda *args: True)
+    return launches, Kernels(normalize, rotate, activate, add_and_normalize)
 
 
-def launches_of_step(directory, num_layers, launched, batch=3):
+def launches_of_step(directory, num_layers, launched, is_captured=False, batch=3):
     launches, kernels = launched
     make_model(directory, "llama", num_layers=num_layers)
     model = PackedModel(load_model(open_checkpoint(directory, "bfloat16"), CPU))
@@ -96,19 +103,26 @@ def launches_of_step(directory, num_layers, launched, batch=3):
     )
     pages = [[PageId(4 * i + page) for page in range(4)] for i in range(batch)]
     chunks = [Chunk([5], 200, own, True, SamplingParams(temperature=0)) for own in pages]
-    launches.counts.clear()
-    with torch.inference_mode(), launches:
-        model.compute(pools, chunks, list(range(batch)))
+    residuals = Residuals(model.fused)
+    for _ in range(2 if is_captured else 1):
+        launches.counts.clear()
+        with torch.inference_mode(), launches, residuals.fusing() if is_captured else nullcontext():
+            model.compute(pools, chunks, list(range(batch)))
     pools.close()
     return launches.counts.copy()
 
 
-def test_a_layer_of_a_llama_is_few_launches(launched, tmp_path):
-    few = launches_of_step(tmp_path / "2", 2, launched)
-    more = launches_of_step(tmp_path / "4", 4, launched)
+def launches_of_layer(directory, launched, is_captured):
+    few = launches_of_step(directory / "2", 2, launched, is_captured)
+    more = launches_of_step(directory / "4", 4, launched, is_captured)
     more.subtract(few)
-    of_layer = {name: count / 2 for name, count in more.items() if count}
-    assert of_layer == {
-        **{"normalize": 2, "linear": 4, "rotate": 1, "store": 1, "attend": 2, "add": 2, "activate": 1},
-    }
-    assert sum(of_layer.values()) == 13
+    return {name: count / 2 for name, count in more.items() if count}
+
+
+def test_a_layer_of_a_llama_is_few_launches(launched, tmp_path, subtests):
+    of_layer = {"linear": 4, "rotate": 1, "store": 1, "attend": 2, "activate": 1}
+    for is_captured, norms in [(False, {"normalize": 2, "add": 2}), (True, {"add_and_normalize": 2})]:
+        with subtests.test(is_captured=is_captured):
+            counts = launches_of_layer(tmp_path / str(is_captured), launched, is_captured)
+            assert counts == of_layer | norms
+            assert sum(counts.values()) == (11 if is_captured else 13)
