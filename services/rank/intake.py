@@ -46,6 +46,7 @@ class Intake:
     def __init__(self, own_id: RankId) -> None:
         self.draining = False
         self.num_running = self.num_ended = 0
+        self.num_drains = 0  # So often a drain was asked for, or the end.
         self.tell: Tell = _nobody_is_there
         self.move_all: Callable[[], None] = lambda: None  # It has the routers go on elsewhere with what runs.
         self._own_id = own_id
@@ -86,6 +87,7 @@ class Intake:
         With `only_wait` it waits for an earlier drain. Raises Unavailable if the drain has been undone, or is
         undone during the wait.
         """
+        self.num_drains += not only_wait
         await self._through(self._close(again=only_wait))
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -254,7 +256,7 @@ class RoleChange:
             next_life = self._turn()
             if not force:
                 await self._check_others()
-            await self._drain(wait_s)
+            await self._drain(wait_s, force)
             self._leaving.undo()  # What it has cached stays.
             self.next_life = next_life
             self.decided.set()
@@ -266,15 +268,21 @@ class RoleChange:
             last = f"it is the last {self._role.value} rank of its model that takes requests"
             raise ConfigError(f"{last}, and changes only with force")
 
-    async def _drain(self, wait_s: float | None) -> None:
+    async def _drain(self, wait_s: float | None, force: bool) -> None:
         drained_before, num_running = self._intake.draining, self._intake.num_running
         if wait_s == 0 and num_running:
             raise Unavailable(f"{num_running} requests run there")
+        drains = self._intake.num_drains + 1
         try:
             if num_running := await self._intake.drain(wait_s):
                 raise Unavailable(f"{num_running} requests still run there")
+            if not force:  # Another one may have been drained meanwhile, or change its role, too.
+                await self._check_others()
+                self._intake.running_of_drained()  # It raises where somebody has undrained the rank since.
+            if self._intake.num_drains != drains:  # Then others take over what it has cached.
+                raise Unavailable("the rank is being stopped, or drained, instead")
         except BaseException:
-            if not drained_before:
+            if not drained_before and self._intake.num_drains == drains:
                 with suppress(
                     Unavailable
                 ):  # It takes them again in any case, and the log has what etcd lacks.

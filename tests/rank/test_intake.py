@@ -257,12 +257,17 @@ async def test_adapters_of_a_caller_that_gives_up_are_loaded_and_unloaded_all_th
     assert routers.told[-1] == ()
 
 
+async def nothing():
+    pass
+
+
 class Change:
     """A rank's change, with others of its role or without, and a next life that may be refused."""
 
     def __init__(self, intake):
         self.others, self.refusal = ["another"], None
-        self.leaving = SimpleNamespace(undo=lambda: None)
+        self.undone, self.meanwhile = 0, nothing
+        self.leaving = SimpleNamespace(undo=self.undo)
         self.under_test = RoleChange(Role.DECODE, intake, self.leaving, self.turn)
         self.under_test.others = self.list_others
 
@@ -271,7 +276,11 @@ class Change:
             raise ConfigError(self.refusal)
         return RANK, None
 
+    def undo(self):
+        self.undone += 1
+
     async def list_others(self):
+        await self.meanwhile()
         return self.others
 
 
@@ -326,3 +335,43 @@ async def test_a_change_that_is_refused_leaves_the_rank_in_service(intake, chang
     with subtests.test("one that is being stopped"), pytest.raises(Unavailable, match="is being stopped"):
         await intake.stop(at_once=True)
         await RoleChange(Role.DECODE, intake, change.leaving, change.turn).change(Role.PREFILL, 0, force=True)
+
+
+async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, change, subtests):
+    async def changing(meanwhile, error, why):
+        intake.took()
+        asked = asyncio.create_task(change.under_test.change(Role.PREFILL, None, force=False))
+        await until(lambda: refuses(intake))
+        await meanwhile()
+        intake.left()
+        with pytest.raises(error, match=why):
+            await asked
+        assert not (change.under_test.decided.is_set() or change.undone)
+
+    async def the_other_one_drains():
+        change.others = []
+
+    async def an_operator_drains():
+        assert await intake.drain(0.0) == 1
+
+    async def sigterm():
+        stopping.append(asyncio.create_task(intake.stop(at_once=False)))
+        await until(lambda: intake.is_stopping)
+
+    stopping = []
+    with subtests.test("of two that change at once none is the last one"):
+        await changing(the_other_one_drains, ConfigError, "the last decode rank")
+        assert not refuses(intake)
+    change.others = ["another"]
+    with subtests.test("an operator drains it: it stays drained"):
+        await changing(an_operator_drains, Unavailable, "drained, instead")
+        assert refuses(intake)
+    await intake.undrain()
+    with subtests.test("it is put back just before"):
+        change.meanwhile = intake.undrain
+        await changing(nothing, Unavailable, "put back into service")
+        assert not refuses(intake)
+    change.meanwhile = nothing
+    with subtests.test("its process ends: what it hands over goes on"):
+        await changing(sigterm, Unavailable, "being stopped")
+        await stopping[0]
