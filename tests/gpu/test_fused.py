@@ -38,6 +38,12 @@ def cases(kernels, device, dtype, total):
     key = product[..., HEADS * DIM : (HEADS + KV_HEADS) * DIM].view(1, total, KV_HEADS, DIM)
     for form in (NormForm(1e-6, False, True), NormForm(1e-6, False, False), NormForm(1e-6, True, False)):
         yield tuple(each.normalize(hidden, weight, form) for each in (kernels, plain_kernels.PLAIN))
+        added = [torch.empty_like(hidden) for _ in range(2)]
+        yield tuple(
+            each.add_and_normalize(hidden, hidden.flip(2), total_of, weight, form)
+            for each, total_of in zip((kernels, plain_kernels.PLAIN), added, strict=True)
+        )
+        yield tuple(added)
         for heads in (query, key.transpose(1, 2)):
             yield tuple(each.normalize(heads, of_heads, form) for each in (kernels, plain_kernels.PLAIN))
     for angles, form in [(DIM, RotaryForm(DIM // 2, True)), (DIM // 4, RotaryForm(DIM // 8, True))]:

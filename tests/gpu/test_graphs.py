@@ -43,7 +43,7 @@ def test_steps_are_replayed(device, family, caplog):
     anew, none = outputs(device, family)
     assert none == 0
     assert num_replayed > 0 or device == "cpu", caplog.text
-    assert "graph_wrong" not in caplog.text
+    assert "graph_wrong" not in caplog.text and "of=sums" not in caplog.text
     alike = sum(a[:4] == b[:4] for a, b in zip(replayed, anew, strict=True))
     assert alike >= 2, (replayed, anew)
 
