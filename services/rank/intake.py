@@ -180,6 +180,7 @@ class RankAdapters:
         self.tell: Callable[[tuple[Adapter, ...]], Awaitable[bool]] | None = None
         self._adapters = adapters
         self._root = root
+        self._frozen = False
         self._changing = asyncio.Lock()
         self._loading = set[asyncio.Task[Adapter]]()
         self._unloading = set[asyncio.Task[None]]()
@@ -201,14 +202,29 @@ class RankAdapters:
         """Raise NotFound, and Unavailable where etcd could not be told."""
         await _through(self._unload(name), self._unloading)
 
+    def freeze(self) -> None:
+        """Have none loaded or unloaded until `thaw`. Raises Unavailable where one is just now."""
+        if self._changing.locked():
+            raise Unavailable("an adapter is being loaded or unloaded")
+        self._frozen = True
+
+    def thaw(self) -> None:
+        self._frozen = False
+
+    def _check(self) -> None:
+        if self._frozen:
+            raise Unavailable("the rank changes its role")
+
     async def _load(self, adapters: Adapters, name: str, path: Path) -> Adapter:
         async with self._changing:
+            self._check()
             adapter = await adapters.load(name, path)
             await self._told(self.loaded)
         return adapter
 
     async def _unload(self, name: str) -> None:
         async with self._changing:
+            self._check()
             left = tuple(adapter for adapter in self.loaded if adapter.name != name)
             if self._adapters is None or len(left) == len(self.loaded):
                 raise NotFound(f"adapter {name!r} is not loaded on this rank")
@@ -229,7 +245,12 @@ class RoleChange:
     """
 
     def __init__(
-        self, role: Role, intake: Intake, leaving: Leaving, turn: Callable[[], "tuple[RankId, RankRole]"]
+        self,
+        role: Role,
+        intake: Intake,
+        leaving: Leaving,
+        adapting: RankAdapters,
+        turn: Callable[[], "tuple[RankId, RankRole]"],
     ) -> None:
         """`turn` makes the rank's next life, not started, or raises ConfigError."""
         self.decided = asyncio.Event()
@@ -238,6 +259,7 @@ class RoleChange:
         self._role = role
         self._intake = intake
         self._leaving = leaving
+        self._adapting = adapting
         self._turn = turn
         self._changing = asyncio.Lock()
 
@@ -273,6 +295,7 @@ class RoleChange:
         if wait_s == 0 and num_running:
             raise Unavailable(f"{num_running} requests run there")
         drains = self._intake.num_drains + 1
+        self._adapting.freeze()  # The next life begins with what is loaded.
         try:
             if num_running := await self._intake.drain(wait_s):
                 raise Unavailable(f"{num_running} requests still run there")
@@ -282,6 +305,7 @@ class RoleChange:
             if self._intake.num_drains != drains:  # Then others take over what it has cached.
                 raise Unavailable("the rank is being stopped, or drained, instead")
         except BaseException:
+            self._adapting.thaw()
             if not drained_before and self._intake.num_drains == drains:
                 with suppress(
                     Unavailable

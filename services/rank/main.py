@@ -368,7 +368,7 @@ async def open_rank(
             moves=config.move_running,
         )
         adapting = RankAdapters(engine.adapters, config.lora_dir)
-        role_change = RoleChange(role.role, services.intake, leaving, turn)
+        role_change = RoleChange(role.role, services.intake, leaving, adapting, turn)
         operations = Operations(services.intake, hands_over, leaving, adapting, role_change)
         server = await servers.open_server(
             listen,

@@ -268,8 +268,14 @@ class Change:
         self.others, self.refusal = ["another"], None
         self.undone, self.meanwhile = 0, nothing
         self.leaving = SimpleNamespace(undo=self.undo)
-        self.under_test = RoleChange(Role.DECODE, intake, self.leaving, self.turn)
+        self.loader = SlowLoader()
+        self.adapting = RankAdapters(Adapting(self.loader), Path("/"))
+        self.adapting.tell = intake.tell
+        self.under_test = self.of(intake)
         self.under_test.others = self.list_others
+
+    def of(self, intake):
+        return RoleChange(Role.DECODE, intake, self.leaving, self.adapting, self.turn)
 
     def turn(self):
         if self.refusal is not None:
@@ -334,7 +340,7 @@ async def test_a_change_that_is_refused_leaves_the_rank_in_service(intake, chang
         assert change.under_test.decided.is_set()
     with subtests.test("one that is being stopped"), pytest.raises(Unavailable, match="is being stopped"):
         await intake.stop(at_once=True)
-        await RoleChange(Role.DECODE, intake, change.leaving, change.turn).change(Role.PREFILL, 0, force=True)
+        await change.of(intake).change(Role.PREFILL, 0, force=True)
 
 
 async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, change, subtests):
@@ -375,3 +381,22 @@ async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, cha
     with subtests.test("its process ends: what it hands over goes on"):
         await changing(sigterm, Unavailable, "being stopped")
         await stopping[0]
+
+
+async def test_adapters_neither_come_nor_go_while_a_rank_changes_its_role(intake, change):
+    """Otherwise its next life would announce one that is dropped, and compute without it."""
+    loading = asyncio.create_task(change.adapting.load("a", "a"))
+    await until(lambda: change.loader.held)
+    with pytest.raises(Unavailable, match="an adapter is being loaded"):
+        await change.under_test.change(Role.PREFILL, None, force=False)
+    change.loader.may_go_on.set()
+    adapter = await loading
+    intake.took()
+    with pytest.raises(Unavailable, match="still run"):
+        await change.under_test.change(Role.PREFILL, 0.01, force=False)
+    await change.adapting.unload("a")
+    intake.left()
+    await change.under_test.change(Role.PREFILL, None, force=False)
+    with pytest.raises(Unavailable, match="changes its role"):
+        await change.adapting.load("a", "a")
+    assert not change.loader.held and adapter not in change.adapting.loaded

@@ -102,7 +102,7 @@ async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(ran
 async def test_an_engine_that_answers_no_more_holds_up_no_exit(rank, fails):
     """It had a hand-over begun, and crashed."""
     failed = asyncio.Event()
-    role_change = RoleChange(Role.DECODE, rank.intake, rank.leaving, None)
+    role_change = RoleChange(Role.DECODE, rank.intake, rank.leaving, RankAdapters(None, None), None)
     opened = OpenRank(None, None, None, rank.intake, rank.leaving, role_change, 0, failed)
     rank.leaving.begin(None if fails else 0.05)
     await until(lambda: rank.listing.asked)
