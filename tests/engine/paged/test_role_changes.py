@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 from dataclasses import replace
 
 import pytest
@@ -94,3 +95,13 @@ async def test_one_that_has_crashed_has_no_successor(moment):
             engine._fail_all(RuntimeError("a bug"))
             async with asyncio.timeout(5):
                 assert not await successor.crashed()
+
+
+async def test_only_the_engines_thread_touches_the_core_that_is_taken_over(monkeypatch):
+    async with Pair(FAKE) as pair:
+        core, threads = core_of(pair.decode), set()
+        load = core.load
+        monkeypatch.setattr(core, "load", lambda: threads.add(threading.current_thread().name) or load())
+        engine = await turned(pair, pair.decode, Role.PREFILL)
+        books = (await engine.books()).free
+        assert threads == {"engine"} and engine.load().books.free == books

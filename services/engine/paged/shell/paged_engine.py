@@ -194,11 +194,11 @@ class PagedEngine:
             thread = EngineThread(self._build_core, self._deliver, self._fail_all, loop, self._offer)
             self._core = await thread.start()
             self._grammars = Grammars(self._model_directory, self.vocab_size)
+            self._load = self._core.load()
         else:
             thread, self._core = self._taken_from(self._before)
         self._thread = thread
         self.adapters.begin(self._core.runner.adapters.loaded)
-        self._load = self._core.load()
         if self._limits.step_limit_s > 0:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
             self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
@@ -219,6 +219,7 @@ class PagedEngine:
         self._crashed, self._warm_up_s = before._crashed, before._warm_up_s  # It may crash before it is told.
         self._tiers, self._tiers_left_out = before._tiers, before._tiers_left_out
         self._grammars, self._before = before._grammars, None
+        self._load = before._load  # The thread may be at work, and reports once it has changed its role.
         thread.report_to(self._deliver, self._fail_all, self._offer)
         drafting = self._speculation.drafting(core.runner, self._limits.itl_target_s)
         thread.post(ChangeRole(self._limits, drafting))
