@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 import shutil
 from functools import cache
 from pathlib import Path
@@ -28,8 +29,9 @@ def adapter_of(
     **config: Any,
 ) -> Path:
     """`strength` is how much of a layer's output it adds, about."""
-    directory = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"]) / f"lora-{checkpoint.name}-{name}"
-    directory.mkdir(parents=True)
+    root = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"])
+    root.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"lora-{checkpoint.name}-{name}-", dir=root))
     told: dict[str, Any] = dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, bias="none"
     )
