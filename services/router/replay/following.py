@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.router.replay.observed import Observation
 from services.router.replay.planner import Goals, Outlook, Size, advise
 
-_CHANCE = 2.0  # The halves of n requests differ by chance by so much over n's root.
+_CHANCE = 4.0  # The halves of n requests differ by chance by so much over n's root: turns come together.
 _LEAST_GROWTH, _MOST_GROWTH = 0.75, 1.5
 
 
@@ -31,7 +31,7 @@ class Plan:
 
 
 def plan(job: Job) -> Plan:
-    advice = advise(job.observation, job.goals, job.load, beside_together=False)
+    advice = advise(job.observation, job.goals, job.load, in_steps=True)
     return Plan(advice.present, advice.least)
 
 

@@ -29,6 +29,7 @@ _BUSY = 0.97  # Ranks that compute so much of the time have queues that grow.
 _CLEARLY = 0.9  # A TTFT below this part of another is a lower one.
 _IDLE, _NOTICEABLE = 0.4, 0.005
 MOST_RANKS = 256
+_STEP = 2  # So many prefill ranks more or less, at the same number of all, are a step.
 _MOST_ROUTERS = 2  # Each follows all ranks, in a replay too; what a third one changes is little.
 _FAR = 2.0  # A load, or ranks, so many times the present ones are far from what was measured.
 
@@ -106,10 +107,11 @@ class Advice:
 
 
 def advise(
-    observation: Observation, goals: Goals, load: float = 1.0, seed: int = 1, beside_together: bool = True
+    observation: Observation, goals: Goals, load: float = 1.0, seed: int = 1, in_steps: bool = False
 ) -> Advice:
     """Return the least ranks that meet the goals under so many times the observed load, and what as many that
-    do both would give, unless that is not asked for.
+    do both would give. Who plans `in_steps` asks again soon: few ranks change their role at a time, and
+    nothing is tried beside that.
 
     Raises ValueError where nothing was observed.
     """
@@ -119,9 +121,9 @@ def advise(
     trial = Trial(observation, goals, load * _others(observation), seed)
     fleet = observation.fleet
     present = trial.of(Size(fleet.prefill if Plan.REMOTE in fleet.plans else 0, fleet.decode))
-    least = _least(trial, present.size)
+    least = _least(trial, present.size, _STEP if in_steps else MOST_RANKS)
     together = None
-    if beside_together and Plan.LOCAL in fleet.plans and least is not None and least.size.prefill:
+    if not in_steps and Plan.LOCAL in fleet.plans and least is not None and least.size.prefill:
         together = _least_together(trial, least.size.ranks)
     return Advice(
         observation,
@@ -266,7 +268,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 # -- the search -----------------------------------------------------------------------------------
 
 
-def _least(trial: Trial, present: Size) -> Outlook | None:
+def _least(trial: Trial, present: Size, reach: int) -> Outlook | None:
     """Return the least ranks in all that meet the goals, the best split of them.
 
     More ranks meet what fewer do, up to the noise of a replay: so the number is doubled or halved until it
@@ -276,7 +278,7 @@ def _least(trial: Trial, present: Size) -> Outlook | None:
 
     def best(ranks: int) -> Outlook:
         nonlocal share
-        found = _best_split(trial, ranks, share)
+        found = _best_split(trial, ranks, share, reach)
         share = found.size.prefill / ranks
         return found
 
@@ -308,11 +310,12 @@ def _is_in_vain(before: Outlook, found: Outlook) -> bool:
     return is_idle and found.goodput - before.goodput < _NOTICEABLE
 
 
-def _best_split(trial: Trial, ranks: int, share: float) -> Outlook:
-    """Return the split at this share of prefill ranks if it meets the goals, else climb to one that does, or
-    whose neighbours are no better."""
+def _best_split(trial: Trial, ranks: int, share: float, reach: int) -> Outlook:
+    """Return the split at this share of prefill ranks if it meets the goals, else climb to one within reach
+    that does, or whose neighbours are no better."""
     least, most = _prefill_bounds(trial.fleet, ranks)
     at = min(most, max(least, round(share * ranks)))
+    least, most = max(least, at - reach), min(most, at + reach)
     best = first = trial.of(Size(at, ranks - at))
     for step in (1, -1):
         while not best.meets and least <= best.size.prefill + step <= most:
