@@ -77,7 +77,7 @@ class KvSender:
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self.watch = IterationWatch()
         self._gone = threading.Event()  # The thread has ended, or was given up.
-        self._abandoned = False
+        self._abandoned, self._untouched = False, True
         self._accepting = threading.Lock()  # It guards `_stopped` and the queue's last command.
         self._stopped = True
         self._stopping = False
@@ -106,12 +106,13 @@ class KvSender:
         """End every transfer and the thread, close the transport, and return when that is done.
 
         Returns:
-            False if the thread hangs: it is given up, and may read the pool while the process lives.
+            False if the thread hangs: it is given up, and may read the pool while the process lives. So may
+            writes that have not ended, or a transport that did not close.
         """
         self._post(self._stop)
         if not self._gone.wait(_END_LIMIT_S):
             log.critical("sender_hangs limit_s=%g\n%s", _END_LIMIT_S, self.abandon())
-        return not self._thread.is_alive() or not self._abandoned
+        return self._untouched and not (self._thread.is_alive() and self._abandoned)
 
     def abandon(self) -> str:
         """Accept no more commands and wait no more for the thread; return the stack at which it hangs."""
@@ -256,7 +257,7 @@ class KvSender:
                 self._max_post_s,
                 self._heard_s,
             )
-            self._stopped = False
+            self._stopped = self._untouched = False
         except BaseException as error:
             self._start_error = error
             self._gone.set()
@@ -322,14 +323,17 @@ class KvSender:
         except Exception:
             log.exception("kv_sender_end_failed rank=%s", self._own_id)
         finally:
-            self._close(transport)
+            is_settled = transfers.is_settled
+            self._untouched = self._close(transport) and is_settled
             transfers.give_up_all()
 
-    def _close(self, transport: Transport) -> None:
+    def _close(self, transport: Transport) -> bool:
         try:
             transport.close()
         except Exception:  # Closing may fail with writes in flight.
             log.exception("kv_transport_close_failed rank=%s", self._own_id)
+            return False
+        return True
 
     def _await_writes(self, transfers: TransferTable) -> None:
         deadline_s = time.monotonic() + _STOP_TIMEOUT_S

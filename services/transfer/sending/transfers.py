@@ -89,6 +89,11 @@ class TransferTable:
         )
 
     @property
+    def is_settled(self) -> bool:
+        """Return whether all writes have ended, and none of them in an unknown way."""
+        return not (self.writes_in_flight or self._unsettled)
+
+    @property
     def writes_in_flight(self) -> int:
         deltas = [transfer.delta for transfer in self._transfers.values() if transfer.delta is not None]
         return sum(delta.writes_in_flight for delta in deltas) + self._peers.stuck_writes

@@ -10,6 +10,7 @@ import pytest
 from engine.pair import FAKE, Pair, core_of
 from engine.torch.paired.families import torch_settings
 from services.engine.choose import decode_engines, prefill_engines
+from services.transfer.sending.transfers import TransferTable
 from services.values.errors import Unavailable
 from services.values.rank import Plan, RankId, Role
 
@@ -77,16 +78,20 @@ async def test_of_a_recurrent_model_it_does_too():
     await goes_on_in_both_roles(torch_settings("qwen3_5"))
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-async def test_one_that_has_crashed_has_no_successor(moment):
-    """Before the successor starts, or just then, when the crash is still told to the first."""
+@pytest.mark.parametrize("moment", ["writes left", "before", "after"])
+async def test_one_that_has_crashed_has_no_successor(moment, monkeypatch):
+    """Before the successor starts, or just then, when the crash is still told to the first. Writes that have
+    not ended count as one: who sees another life takes them for ended."""
     async with Pair(FAKE) as pair:
         engine = pair.decode
         (successor,) = prefill_engines(FAKE, [RankId("decode", 0, 5)])
         successor.succeed(engine)
+        if moment == "writes left":
+            monkeypatch.setattr(TransferTable, "is_settled", False)
         await engine.stop()
-        if moment == "before":
-            engine._fail_all(RuntimeError("a bug"))
+        if moment != "after":
+            if moment == "before":
+                engine._fail_all(RuntimeError("a bug"))
             with pytest.raises(Unavailable, match="has failed in its other role"):
                 await successor.start()
         else:
