@@ -2,8 +2,8 @@
 
 import json
 import os
-import tempfile
 import shutil
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
