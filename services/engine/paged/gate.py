@@ -72,6 +72,7 @@ class Gate:
         self._max_context_tokens = max_context_tokens
         self._clock = clock
         self._shares = shares
+        self._chunk_size = limits.chunk_size
         self._enough_tokens = _ENOUGH_CHUNKS * limits.chunk_size
         self._queue = WaitingQueue(limits.patience, shares)
         self._rate = QueueRate()
@@ -235,14 +236,17 @@ class Gate:
 
     def too_late(self, seq: Sequence, times: StepTimes) -> DeadlineExceeded | None:
         """Return an error where the next token of whom `next` returned cannot come by its deadline, even if
-        its prompt is computed twice as fast as others were."""
+        its prompt is computed twice as fast as others were.
+
+        Others may have been short, at a lower rate. So each whole chunk is taken to need a step like theirs.
+        """
         if (due_s := seq.due_s) is None or seq.receives or seq.source is not None:
             return None
-        if not (tokens_per_s := times.prompt_tokens_per_s):  # Nothing is known yet.
+        if not (step_s := times.prompt_step_s):  # Nothing is known yet.
             return None
         assert seq.lookup is not None
         tokens = len(seq.ids) - seq.lookup.cached_pages * self._cache.page_size
-        left_s, needed_s = due_s - self._clock(), tokens / tokens_per_s / 2
+        left_s, needed_s = due_s - self._clock(), tokens / self._chunk_size * step_s / 2
         if needed_s <= left_s:
             return None
         return DeadlineExceeded(

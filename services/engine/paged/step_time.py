@@ -60,6 +60,7 @@ class StepTimes:
         self._fixed_rows = _FIXED_ROWS
         self._prompt_tokens = 0.0
         self._prompt_s = 0.0
+        self._prompt_steps = 0.0
 
     def __repr__(self) -> str:
         return f"StepTimes(batch_of_8={self.decode_s(8):.4f}s prompt={self.prompt_tokens_per_s:.0f}/s)"
@@ -75,6 +76,7 @@ class StepTimes:
             prompt_s = max(took_s - self.decode_s(num_decoding, num_drafts), 0.1 * took_s)
             self._prompt_tokens = _FADING * self._prompt_tokens + prompt_tokens
             self._prompt_s = _FADING * self._prompt_s + prompt_s
+            self._prompt_steps = _FADING * self._prompt_steps + 1.0
 
     def _expected_s(self, num_decoding: int, prompt_tokens: int, num_drafts: int) -> float:
         rate, decode_s = self.prompt_tokens_per_s, self.decode_s(num_decoding, num_drafts)
@@ -85,6 +87,12 @@ class StepTimes:
     @property
     def prompt_tokens_per_s(self) -> float:
         return self._prompt_tokens / self._prompt_s if self._prompt_s > 0 else 0.0
+
+    @property
+    def prompt_step_s(self) -> float:
+        """Return the seconds that a step takes for the prompts in it; 0 where unknown. A step with more of
+        them takes no less, though its rate is higher."""
+        return self._prompt_s / self._prompt_steps if self._prompt_steps > 0 else 0.0
 
     def decode_s(self, batch: int, num_drafts: int = 0) -> float:
         """Return the seconds of a step with single tokens and drafts; 0 where unknown, or for no batch."""

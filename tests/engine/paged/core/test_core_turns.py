@@ -140,6 +140,13 @@ def test_what_cannot_be_in_time_is_not_computed(subtests):
         late, computed = steps(long, 0.4 * takes_s)
         assert (late.phase, computed, late in rank.finished) == (Phase.ENDED, 0, False)
         assert rank.failed[late] == "DeadlineExceeded"
+    with subtests.test("others were short, at a tenth of the rate"):
+        fresh = Rank(num_pages=3000, chunk_size=640)
+        fresh.run([fresh.submit(range(64), 1)])
+        left_s = 0.4 * 3000 / fresh.core.figures.times.prompt_tokens_per_s
+        seq = fresh.submit(long, 1, left_s=left_s)
+        fresh.step()
+        assert seq.phase is Phase.COMPUTING
     with subtests.test("more is left, so it may be in time"):
         seq, computed = steps(long, 0.8 * takes_s)
         assert (seq.phase, computed) == (Phase.COMPUTING, 64)
