@@ -297,9 +297,12 @@ class RoleChange:
         drains = self._intake.num_drains + 1
         self._adapting.freeze()  # The next life begins with what is loaded.
         try:
-            if num_running := await self._intake.drain(wait_s):
+            await self._intake.drain(0.0)
+            if not force:  # Another one may change its role, too: each has said so before it looks.
+                await self._check_others()
+            if num_running := await self._intake.drain(wait_s, only_wait=True):
                 raise Unavailable(f"{num_running} requests still run there")
-            if not force:  # Another one may have been drained meanwhile, or change its role, too.
+            if not force:  # Another one may have been drained meanwhile.
                 await self._check_others()
                 self._intake.running_of_drained()  # It raises where somebody has undrained the rank since.
             if self._intake.num_drains != drains:  # Then others take over what it has cached.

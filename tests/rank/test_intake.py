@@ -354,8 +354,16 @@ async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, cha
             await asked
         assert not (change.under_test.decided.is_set() or change.undone)
 
+    async def the_other_one_changes():
+        if intake.draining:
+            change.others = []
+
     async def the_other_one_drains():
         change.others = []
+
+    async def undrained_at_the_end():
+        if intake.draining and not intake.num_running:
+            await intake.undrain()
 
     async def an_operator_drains():
         assert await intake.drain(0.0) == 1
@@ -365,7 +373,15 @@ async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, cha
         await until(lambda: intake.is_stopping)
 
     stopping = []
-    with subtests.test("of two that change at once none is the last one"):
+    with subtests.test("of two that change at once one at most does, and neither waits for its requests"):
+        intake.took()
+        change.meanwhile = the_other_one_changes
+        with pytest.raises(ConfigError, match="the last decode rank"):
+            await change.under_test.change(Role.PREFILL, 0.05, force=False)
+        assert not refuses(intake)
+        intake.left()
+    change.others, change.meanwhile = ["another"], nothing
+    with subtests.test("the other one is drained"):
         await changing(the_other_one_drains, ConfigError, "the last decode rank")
         assert not refuses(intake)
     change.others = ["another"]
@@ -374,7 +390,7 @@ async def test_a_change_gives_way_to_what_happens_while_requests_end(intake, cha
         assert refuses(intake)
     await intake.undrain()
     with subtests.test("it is put back just before"):
-        change.meanwhile = intake.undrain
+        change.meanwhile = undrained_at_the_end
         await changing(nothing, Unavailable, "put back into service")
         assert not refuses(intake)
     change.meanwhile = nothing
