@@ -80,12 +80,15 @@ async def _change(config: RoleConfig, rank: ListedRank) -> None:
 
 
 async def _registered(config: RoleConfig, before: ListedRank) -> None:
-    """Return once the rank is known in its new role. Raises Unavailable when that takes too long."""
+    """Return once the rank is known in its new role. Raises Unavailable when that takes too long, or its
+    process has begun again."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + _BACK_S
     while clock() < deadline:
         known = [rank for rank in await listed_ranks(config) if rank.address.id.key == before.address.id.key]
-        if any(rank.role.value == config.role and rank.address.id != before.address.id for rank in known):
-            return
+        if later := [rank for rank in known if rank.address.id != before.address.id]:
+            if later[0].role.value == config.role:
+                return
+            raise Unavailable(f"its process has ended, and another one serves as {later[0].role.value}")
         await asyncio.sleep(_POLL_S)
     raise Unavailable(f"it has left as {before.role.value}, and has not registered within {_BACK_S:g} s")

@@ -11,18 +11,19 @@ from services.values.rank import Role
 
 
 class Cluster:
-    """`refused` says no; of those that change, `lost` never register again."""
+    """`refused` says no; of those that change, `lost` never register again, and `ended` do in their first."""
 
-    def __init__(self, refused=(), lost=()):
+    def __init__(self, refused=(), lost=(), ended=()):
         self.asked, self.looks = [], 0
-        self._refused, self._lost = refused, lost
+        self._refused, self._lost, self._ended = refused, lost, ended
 
     async def listed_ranks(self, _config):
         self.looks += 1
         ranks = {str(rank): rank for rank in (listed(Role.DECODE, "d", n) for n in range(3))}
         for name in self.asked if self.looks % 2 else self.asked[:-1]:  # The last one is late.
             if name in ranks and name not in self._refused:
-                rank = listed(Role.PREFILL, *name.split("/"), generation=2)
+                changed = Role.DECODE if name in self._ended else Role.PREFILL
+                rank = listed(changed, *name.split("/"), generation=2)
                 ranks |= {name: rank} if name not in self._lost else {name: listed(Role.PREFILL, "d", 0)}
         return list(ranks.values())
 
@@ -38,6 +39,13 @@ def test_ranks_change_one_after_the_other(subtests, capsys, monkeypatch):
         ("all", Cluster(), 0, ["d/0: prefill", "d/1: prefill", "d/2: prefill"], ""),
         ("but one", Cluster(refused=["d/1"]), 1, ["d/0: prefill", "d/2: prefill"], "d/1: it is the last"),
         ("lost", Cluster(lost=["d/0"]), 1, ["d/1: prefill", "d/2: prefill"], "d/0: it has left as decode"),
+        (
+            "ended",
+            Cluster(ended=["d/1"]),
+            1,
+            ["d/0: prefill", "d/2: prefill"],
+            "another one serves as decode",
+        ),
     ]:
         with subtests.test(name), monkeypatch.context() as patch:
             patch.setattr(role, "listed_ranks", cluster.listed_ranks)
