@@ -124,7 +124,7 @@ def test_workers_are_as_many_as_routers_plan():
 
 
 def test_what_is_planned_is_asked_for_as_a_release_names_it_and_with_what_prometheus_asks_for():
-    asks = {"triggerAuthentication": "prometheus", "authModes": "tls,basic"}
+    asks = {"triggerAuthentication": "123", "authModes": "tls,basic"}
     values = {
         "flags": {"model-name": "chat", "cluster": "east"},
         "router": {"flags": {"plan-every-s": 7}},
@@ -132,7 +132,7 @@ def test_what_is_planned_is_asked_for_as_a_release_names_it_and_with_what_promet
     }
     for scaler in render(merged(LEAST, PLANNED, values)).of("ScaledObject").values():
         (trigger,) = scaler["spec"]["triggers"]
-        assert trigger["authenticationRef"] == {"name": "prometheus"}
+        assert trigger["authenticationRef"] == {"name": "123"}  # a name, and no number
         assert trigger["metadata"]["authModes"] == "tls,basic"
         page = 'isthmus_cluster="east",model="chat"'
         assert trigger["metadata"]["query"].count(page) == 2
