@@ -161,7 +161,8 @@ class DeltaWrite:
                 self._posted.remove(post)
                 write.release()
         if landed:
-            moved = zip(self.group_bytes, write.group_bytes, strict=True)
+            # A write has both sides' pools, of which the draft model's is the last: this may leave it out.
+            moved = zip(self.group_bytes, write.group_bytes, strict=False)
             self.group_bytes = tuple(before + more for before, more in moved)
 
     @contextmanager

@@ -103,6 +103,21 @@ async def test_ranks_that_differ_in_drafts(subtests):
             parse_draft(text)
 
 
+async def test_a_source_lends_what_it_holds_without_the_drafts_kv():
+    async with Pair(ALWAYS, dp_size=2) as pair:
+        drafting = draft_with(core_of(pair.decodes[1]))
+        for prompt in (PROMPT, [*PROMPT[1:], 7]):  # The second one is lent by a sender that still lives.
+            await pair.generate(prompt, 2, Plan.LOCAL)
+            core_of(pair.decode).runner.draft.validity.lent(range(ALWAYS.kv_pages))
+            source = pair.source(pair.decode, len(prompt) // 4 * 4)
+            answer = await pair.generate(prompt, 12, Plan.LOCAL, decode=1, pull_from=source)
+            assert answer.tokens == right(prompt, 12)
+            pulled = answer.admitted.pulled
+            assert (pulled.tokens, pulled.bytes, pulled.refused) == (20, 5 * PAGE_BYTES, "")
+        assert drafting.accepted == drafting.drafted > 10  # It has computed what did not come.
+        await pair.assert_nothing_held()
+
+
 async def test_who_computes_the_draft(subtests):
     with subtests.test("decode catches up by slices"):
         # Of a prompt that came without the draft's KV a chunk a step; no drafts meanwhile.
