@@ -6,7 +6,7 @@
     stop (SIGTERM): as drain, but it cannot be undone
 
 A closed intake refuses new requests, and running ones go on. An operator drains, repeats that until nothing
-runs, and may undrain, which ends every wait. This state ends with the process.
+runs, and may undrain, which ends every wait. This state ends with the process, or with the rank's role.
 """
 
 import asyncio

@@ -185,7 +185,10 @@ class TransferWatch:
         self._hear_outcome(ReservationEvent.UNSETTLED, reason)
 
     def on_writer_dead(self) -> None:
-        """Note that another incarnation of the rank was seen; its supervisor had reaped this one before."""
+        """Note that another incarnation of the rank was seen.
+
+        Its supervisor had reaped this one before, or its writes had ended when it changed its role.
+        """
         self.on_last_word(f"the prefill rank {self.writer.id} has been restarted")
 
     def on_lost(self) -> None:

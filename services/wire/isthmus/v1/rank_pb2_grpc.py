@@ -122,7 +122,8 @@ class RankServicer:
         """Take no new requests, let running ones end, and go on in the other role with what is loaded and cached here.
         Returns when nothing runs: then the rank leaves, and registers in its new role as another life, at the same
         address. A restart of its process ends that. FAILED_PRECONDITION: it has that role, cannot have another, or is
-        the last of its role (without `force`). UNAVAILABLE: requests still run, and it takes new ones again.
+        the last of its role (without `force`). UNAVAILABLE: requests still run, and it takes new ones again; or an
+        adapter is being loaded; or it is stopped or drained instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
