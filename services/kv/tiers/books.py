@@ -23,11 +23,13 @@ counts as held once its last part is, and whoever needs room drops all of its pa
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import islice
 from typing import NamedTuple
+
+import numpy as np
 
 from services.kv.block_hash import BlockLedger
 from services.kv.tiers.tier_keys import ROOT
@@ -91,8 +93,17 @@ class Stored:
 
 class LateTier(NamedTuple):
     tier: int
-    num_slots: int
-    stored: Collection[Stored]
+    free: list[int]
+    stored: list[tuple[int, Stored]]  # They are in the order of `sequence`, each with the tier.
+
+    @classmethod
+    def of(cls, tier: int, num_slots: int, stored: Sequence[Stored]) -> "LateTier":
+        """Take a second for half a million records. So it is not for the thread that computes steps, which
+        numpy does not hold up while it sorts."""
+        used = {each.slot for each in stored}
+        free = [slot for slot in reversed(range(num_slots)) if slot not in used]
+        order = np.argsort([each.sequence for each in stored], kind="stable").tolist()
+        return cls(tier, free, [(tier, stored[place]) for place in order])
 
 
 class TierBooks:
@@ -179,12 +190,11 @@ class TierBooks:
 
     def open_tier(self, late: LateTier) -> None:
         """Give a tier its slots while the books are in use. Its records are taken over by `take_in`."""
-        tier, num_slots, stored = late
+        tier, free, stored = late
         assert not self._num_slots[tier], f"tier {tier} is open already"
-        used = {each.slot for each in stored}
-        self._num_slots[tier] = num_slots
-        self._free[tier] = [slot for slot in reversed(range(num_slots)) if slot not in used]
-        self._late += [(tier, each) for each in sorted(stored, key=lambda each: each.sequence)]
+        self._num_slots[tier] = len(free) + len(stored)
+        self._free[tier] = free
+        self._late += stored
 
     @property
     def has_late(self) -> bool:

@@ -173,7 +173,7 @@ def _try_again(
             except ConfigError as error:  # Someone has made another thing of its place.
                 event(log, "kv_tier_left_out", level=logging.ERROR, why=str(error))
                 return
-            if tiering.open_late(LateTier(tier, shape.num_slots, records), slab):
+            if tiering.open_late(LateTier.of(tier, shape.num_slots, records), slab):
                 left.discard(tier)
                 event(log, "kv_tier_opened_late", where=slab.name, slots=shape.num_slots)
             else:
