@@ -394,7 +394,10 @@ class Generator:
         return checked.encoded(prompt, past, sampling)
 
     def _adapter_of(self, model: str) -> Adapter | None:
-        """Return the adapter of MODEL:NAME, or None for the model alone. Raises NotFound."""
+        """Return the adapter of MODEL:NAME, or None for the model alone.
+
+        Raises NotFound, or Unavailable while there is no rank that could have it.
+        """
         name = model_and_adapter(model, self._model_name)
         if name == "":
             return None
@@ -404,6 +407,7 @@ class Generator:
             raise NotFound(f"model {model!r} is not served here; {served}")
         adapter = self._cluster.adapters().get(name)
         if adapter is None:
+            self._cluster.check_usable()
             raise NotFound(f"adapter {name!r} of model {self._model_name!r} is loaded on no decode rank")
         return adapter
 

@@ -106,6 +106,14 @@ def test_a_tenants_key_aborts_its_own_requests_alone_whoever_else_has_one_of_tha
     assert generator.num_running == 0
 
 
+def test_an_adapter_is_not_unknown_while_no_rank_is_there_to_have_it(generator):
+    generator._cluster.adapters = dict
+    generator._cluster.check_usable = MagicMock(side_effect=[Unavailable("no decode rank"), None])
+    for error in (Unavailable, NotFound):  # which clients try again, or do not
+        with pytest.raises(error):
+            generator.check_usable("m:a")
+
+
 async def test_a_tenant_that_runs_few_beside_a_crowd_is_not_refused_for_load(character_tokenizer):
     """It takes turns with the others; a crowd of one tenant waits for itself. What was said at the door is
     said at the placement, too."""
