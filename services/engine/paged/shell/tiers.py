@@ -159,9 +159,9 @@ def _try_again(
     """Try to open these tiers while the rank serves, each on a thread of its own, for its disk may hang.
 
     Return those that are still left out, as a set that shrinks."""
-    left = set(absent)
+    left, opening = set(absent), threading.Lock()
 
-    def until_open(tier: int, place: TierPlace, shape: SlabShape) -> None:
+    def until_open(place: TierPlace, shape: SlabShape) -> None:
         wait_s = _RETRY_S
         while not tiering.thread.stopped.wait(wait_s):
             wait_s = min(2 * wait_s, _MOST_RETRY_S)
@@ -173,15 +173,17 @@ def _try_again(
             except ConfigError as error:  # Someone has made another thing of its place.
                 event(log, "kv_tier_left_out", level=logging.ERROR, why=str(error))
                 return
-            if tiering.open_late(LateTier.of(tier, shape.num_slots, records), slab):
-                left.discard(tier)
-                event(log, "kv_tier_opened_late", where=slab.name, slots=shape.num_slots)
-            else:
-                slab.close()
+            with opening:  # The first one comes next behind those that are open: no others are filled.
+                in_files = place.directory is not None
+                tier = min(tier for tier in left if tiering.books.in_files[tier] is in_files)
+                if tiering.open_late(LateTier.of(tier, shape.num_slots, records), slab):
+                    left.discard(tier)
+                    event(log, "kv_tier_opened_late", where=slab.name, slots=shape.num_slots)
+                else:
+                    slab.close()
             return
 
-    for tier, (place, shape) in absent.items():
-        arguments = (tier, place, shape)
+    for arguments in absent.values():
         threading.Thread(target=until_open, args=arguments, name="tier-opens", daemon=True).start()
     return left
 
