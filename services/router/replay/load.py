@@ -97,9 +97,12 @@ class Load:
 
     def _sent(self, load: float, seed: int) -> Iterator[_Sent]:
         random = Random(seed)
-        for indices in self._sessions.values():
+        copies = [int(load) + (random.random() < load % 1) for _ in self._sessions]
+        if not any(copies):  # The least load is one conversation.
+            copies[0] = 1
+        for indices, number in zip(self._sessions.values(), copies, strict=True):
             offset_s = self._seen[indices[0]].arrival_s - self._began_s
-            for copy in range(int(load) + (random.random() < load % 1)):
+            for copy in range(number):
                 later_s = copy * self._span_s / load if copy else 0.0
                 moved_s = (offset_s + later_s) % self._span_s if copy else offset_s
                 for index in indices:

@@ -6,13 +6,14 @@ Every number of ranks gets the same requests at the same times, and what each to
 replays differ by their ranks alone. What ranks held before the first request is put there first, as the
 requests found it. A prompt of a conversation is sent as long after the last answer as it was in truth.
 
-An answer comes within seconds: at most 800 requests are replayed, in blocks so large that a prompt has some
-dozen, and of the numbers of ranks only those near the least.
+An answer comes within seconds: about 800 requests are replayed at most, copies for more load included, in
+blocks so large that a prompt has some dozen, and of the numbers of ranks only those near the least.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from services.router.replay.load import Load
 from services.router.replay.observed import Fleet, Observation, Observed
@@ -183,12 +184,19 @@ class Trial:
 
     def __init__(self, observation: Observation, goals: Goals, load: float, seed: int) -> None:
         self.fleet = observation.fleet
-        self.speeds = speeds_of(observation.fleet, observation.requests)
+        self.speeds = speeds_of(observation.fleet, observation.requests, _others(observation))
         self.tried: dict[Size, Outlook] = {}
         self._goals = goals
-        found = Load(observation)
+        # More load is copies of fewer requests, as every size would take so many times longer otherwise.
+        last = max(FEW_REQUESTS, int(MOST_REQUESTS / max(1.0, load)))
+        self._beyond_s = self.speeds.beyond_s[-last:]
+        found = Load(replace(observation, requests=observation.requests[-last:]))
         self._block_tokens = found.block_tokens
-        self._workload = found.times(load, seed)
+        self.workload = found.times(load, seed)
+        # Pools are the mean of ranks that may differ, and the largest request found room in one.
+        pages = (request.num_pages(self._block_tokens) for request in self.workload.requests)
+        answers = (-(-request.output_tokens // self._block_tokens) for request in self.workload.requests)
+        self._least_blocks = max(map(add, pages, answers))
 
     def of(self, size: Size) -> Outlook:
         if size not in self.tried:
@@ -200,24 +208,24 @@ class Trial:
         setting = Setting(
             size.prefill,
             size.decode,
-            blocks=max(1, fleet.decode_pool_tokens // block_tokens),
-            prefill_blocks=max(1, fleet.prefill_pool_tokens // block_tokens),
+            blocks=max(self._least_blocks, fleet.decode_pool_tokens // block_tokens),
+            prefill_blocks=max(self._least_blocks, fleet.prefill_pool_tokens // block_tokens),
             timing=replace(self.speeds.decode, block_tokens=block_tokens),
             prefill_timing=replace(self.speeds.prefill, block_tokens=block_tokens),
-            routers=min(_MOST_ROUTERS, fleet.routers),
+            routers=max(1, min(_MOST_ROUTERS, fleet.routers)),
         )
         # A plan does not count on pulls, which not every engine has.
         is_local = Plan.LOCAL in fleet.plans or not size.prefill
         policy = "ours-alone" if is_local else "ours-remote-alone"
-        replay = Replay(setting, policy, [*self._workload.warm, *self._workload.requests])
+        replay = Replay(setting, policy, [*self.workload.warm, *self.workload.requests])
         replay.serve()
         return self._outlook(size, replay)
 
     def _outlook(self, size: Size, replay: Replay) -> Outlook:
-        workload, goals = self._workload, self._goals
+        workload, goals = self.workload, self._goals
         num_warm, num_requests = len(workload.warm), len(workload.requests)
         first = num_warm + int(_UNCOUNTED_SHARE * num_requests)
-        beyond_s = [self.speeds.beyond_s[index] for index in workload.sources]
+        beyond_s = [self._beyond_s[index] for index in workload.sources]
         jobs = [job for job in replay.jobs if job.request.number >= first]
         ttft = [max(0.0, job_ttft_s(job) + beyond_s[job.request.number - num_warm]) for job in jobs]
         itl = [job_itl_s(job) for job in jobs]

@@ -29,13 +29,14 @@ class Speeds:
     beyond_s: Sequence[float]  # Each request's first token took so much of its own, or less.
 
 
-def speeds_of(fleet: Fleet, requests: Sequence[Observed]) -> Speeds:
+def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -> Speeds:
+    """Return the speeds of ranks that serve `others` times these requests."""
     remote = [seen for seen in requests if seen.is_remote and seen.computed_tokens]
     local = [seen for seen in requests if not seen.is_remote and seen.computed_tokens]
     compute = {"prefill": _compute(remote, fleet), "decode": _compute(local, fleet)}
     measured = {role for role, found in compute.items() if found is not None}
     usual = compute["prefill"] or compute["decode"] or (0.0, 1 / (fleet.tokens_per_s or _PRIOR_TOKENS_PER_S))
-    steps, bytes_per_s = _steps(fleet, requests), _bandwidth(fleet, remote)
+    steps, bytes_per_s = _steps(fleet, requests, others), _bandwidth(fleet, remote)
     measured |= {"steps"} if steps is not None else set()
     measured |= {"transfer"} if bytes_per_s is not None else set()
     step_s, step_s_per_sequence = steps or (fleet.step_s or _PRIOR_STEP_S, 0.0)
@@ -93,7 +94,7 @@ def _bandwidth(fleet: Fleet, remote: Sequence[Observed]) -> float | None:
     return sorted(found)[3 * len(found) // 4] if len(found) >= _FEW else None
 
 
-def _steps(fleet: Fleet, requests: Sequence[Observed]) -> tuple[float, float] | None:
+def _steps(fleet: Fleet, requests: Sequence[Observed], others: float) -> tuple[float, float] | None:
     """Return the seconds of a step, and those more of each sequence in it. Steps with a chunk of a prompt are
     not counted, as far as the chunks are known."""
     running = _Overlap((seen.arrival_s + seen.ttft_s, seen.ended_s) for seen in requests)
@@ -101,13 +102,15 @@ def _steps(fleet: Fleet, requests: Sequence[Observed]) -> tuple[float, float] | 
     prompts = _Overlap(map(_computing, local))
     chunks = sum(-(-seen.computed_tokens // fleet.chunk_tokens) for seen in local)
     chunk_s = sum(seen.compute_s for seen in local) / max(1, chunks)
+    share = others / max(1, fleet.decode)
     points = []
     for seen in requests:
         began_s, took_s = seen.arrival_s + seen.ttft_s, seen.duration_s - seen.ttft_s
         if seen.output_tokens < _FEW or took_s <= 0:
             continue
-        beside_s = prompts.seconds(began_s, seen.ended_s) / max(1, fleet.decode)
-        batch = max(1.0, running.seconds(began_s, seen.ended_s) / took_s / max(1, fleet.decode))
+        beside_s = share * prompts.seconds(began_s, seen.ended_s)
+        beside = running.seconds(began_s, seen.ended_s) / took_s - 1
+        batch = max(1.0, (1 + others * beside) / max(1, fleet.decode))
         steps = seen.output_tokens - 1 - (beside_s / chunk_s if chunk_s else 0.0)
         if steps >= 1 and beside_s < took_s:
             points.append((1.0, batch, (took_s - beside_s) / steps))

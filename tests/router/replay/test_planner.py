@@ -1,5 +1,6 @@
 """What a router remembers of its requests, the speeds that these tell, and how many ranks are enough."""
 
+from bisect import bisect
 from dataclasses import replace
 from random import Random
 
@@ -16,7 +17,7 @@ from services.router.replay.observed import (
     packed,
     unpacked,
 )
-from services.router.replay.planner import Goals, Size, _others, advise
+from services.router.replay.planner import Goals, Size, Trial, _others, advise
 from services.router.replay.speeds import _Overlap, fitted, speeds_of
 from services.values.rank import Plan
 
@@ -115,6 +116,16 @@ def test_speeds(subtests):
         assert speeds.decode.step_s + speeds.decode.step_s_per_sequence == pytest.approx(0.011, rel=0.05)
         assert speeds.measured == {"prefill", "steps", "transfer"}
         assert max(speeds.beyond_s) == pytest.approx(0.009)
+    with subtests.test("the time of a step under the load of all, from what one of four routers saw"):
+        made = [observed(random.uniform(0, 300), range(4), 0, 200, ttft_s=0.1) for _ in range(2_000)]
+        began = sorted(seen.arrival_s for seen in made)
+        for n, seen in enumerate(made):  # Each takes about 4 s, beside those of as long before and after it.
+            beside = bisect(began, seen.arrival_s + 2) - bisect(began, seen.arrival_s - 2)
+            step_s = STEP_S + SEQUENCE_S * beside / FLEET.decode
+            made[n] = replace(seen, duration_s=0.1 + 199 * step_s)
+        speeds = [speeds_of(FLEET, made[::n], float(n)).decode for n in (1, 4)]
+        whole, quarter = (each.step_s + 13 * each.step_s_per_sequence for each in speeds)
+        assert quarter == pytest.approx(whole, rel=0.15)
     with subtests.test("nothing is measured of a few requests"):
         few = speeds_of(replace(FLEET, tokens_per_s=5_000.0, step_s=0.03), conversations(2, 1.0))
         assert not few.measured
@@ -170,6 +181,16 @@ def test_how_many_ranks_are_enough(subtests):
     with subtests.test("routers that were not asked are taken to send as much"):
         of_four = replace(seen, fleet=replace(FLEET, routers=4))
         assert [_others(replace(of_four, routers=asked)) for asked in (1, 2, 4, 5)] == [4.0, 2.0, 1.0, 1.0]
+    with subtests.test("more load is copies of the last requests, as many in all"):
+        many = replace(seen, requests=conversations(400, 4.0))
+        assert len(Trial(many, goals, 4.0, 1).workload.requests) == 800
+    with subtests.test("the least load is one conversation"):
+        few = Trial(replace(seen, requests=seen.requests[:2]), goals, 0.1, 1)
+        assert len(few.workload.requests) == 1
+    with subtests.test("a prompt has room though pools are smaller in the mean"):
+        small = replace(FLEET, prefill_pool_tokens=500, decode_pool_tokens=500)
+        outlook = Trial(Observation(small, seen.requests[:8]), goals, 1.0, 1).of(Size(1, 1))
+        assert outlook.ttft_p99_s < 60
     with subtests.test("no number of ranks is enough for what one request alone misses"):
         assert advise(replace(seen, requests=seen.requests[:20]), Goals(0.001, 0.05)).least is None
     with subtests.test("ranks that do both may do as well with fewer"):
