@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -22,13 +22,9 @@ from services.rank.leaving import Leaving
 from services.values.adapter import Adapter
 from services.values.errors import ConfigError, InvalidRequest, NotFound, StaleGeneration, Unavailable
 from services.values.rank import RankId, Role
-from services.values.rank_reports import Registration
 from services.wire import convert
 from services.wire.fields import finite
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
-
-if TYPE_CHECKING:
-    from services.rank.rank_role import RankRole
 
 T = TypeVar("T")
 
@@ -237,86 +233,6 @@ class RankAdapters:
             raise Unavailable("etcd could not be told of the adapters; call it again")
 
 
-class RoleChange:
-    """An operator has a rank go on in its other role.
-
-    asked --> nothing new is taken --> nothing runs: `decided`, and this life of the rank ends
-                                   '--> the time is over: requests are taken again
-    """
-
-    def __init__(
-        self,
-        role: Role,
-        intake: Intake,
-        leaving: Leaving,
-        adapting: RankAdapters,
-        turn: Callable[[], "tuple[RankId, RankRole]"],
-    ) -> None:
-        """`turn` makes the rank's next life, not started, or raises ConfigError."""
-        self.decided = asyncio.Event()
-        self.next_life: tuple[RankId, RankRole] | None = None
-        self.others: Callable[[], Awaitable[list[Registration]]] | None = None  # which could serve instead
-        self._role = role
-        self._intake = intake
-        self._leaving = leaving
-        self._adapting = adapting
-        self._turn = turn
-        self._changing = asyncio.Lock()
-
-    async def change(self, role: Role, wait_s: float | None, force: bool) -> None:
-        """Return when it is decided.
-
-        Raises:
-            ConfigError: the rank has that role, keeps the one it has, or is the last one, without `force`.
-            Unavailable: requests still run after `wait_s`, or the rank is being stopped.
-        """
-        async with self._changing:
-            if self._intake.is_stopping or self.decided.is_set():
-                raise Unavailable("the rank is being stopped, or changes its role already")
-            if role is self._role:
-                raise ConfigError(f"it is a {role.value} rank already")
-            next_life = self._turn()
-            if not force:
-                await self._check_others()
-            await self._drain(wait_s, force)
-            self._leaving.undo()  # What it has cached stays.
-            self.next_life = next_life
-            self.decided.set()
-
-    async def _check_others(self) -> None:
-        if self.others is None:
-            raise Unavailable("the rank is not registered yet")
-        if not await self.others():
-            last = f"it is the last {self._role.value} rank of its model that takes requests"
-            raise ConfigError(f"{last}, and changes only with force")
-
-    async def _drain(self, wait_s: float | None, force: bool) -> None:
-        drained_before, num_running = self._intake.draining, self._intake.num_running
-        if wait_s == 0 and num_running:
-            raise Unavailable(f"{num_running} requests run there")
-        drains = self._intake.num_drains + 1
-        self._adapting.freeze()  # The next life begins with what is loaded.
-        try:
-            await self._intake.drain(0.0)
-            if not force:  # Another one may change its role, too: each has said so before it looks.
-                await self._check_others()
-            if num_running := await self._intake.drain(wait_s, only_wait=True):
-                raise Unavailable(f"{num_running} requests still run there")
-            if not force:  # Another one may have been drained meanwhile.
-                await self._check_others()
-                self._intake.running_of_drained()  # It raises where somebody has undrained the rank since.
-            if self._intake.num_drains != drains:  # Then others take over what it has cached.
-                raise Unavailable("the rank is being stopped, or drained, instead")
-        except BaseException:
-            self._adapting.thaw()
-            if not drained_before and self._intake.num_drains == drains:
-                with suppress(
-                    Unavailable
-                ):  # It takes them again in any case, and the log has what etcd lacks.
-                    await self._intake.undrain()
-            raise
-
-
 class Operations(rank_pb2_grpc.RankServicer):
     def __init__(
         self,
@@ -324,11 +240,11 @@ class Operations(rank_pb2_grpc.RankServicer):
         hands_over: HandsOver | None,
         leaving: Leaving,
         adapting: "RankAdapters",
-        role_change: RoleChange,
+        change_role: Callable[[Role, float | None, bool], Awaitable[None]],
     ) -> None:
         self._intake = intake
         self._adapting = adapting
-        self._role_change = role_change
+        self._change_role = change_role
         self._hands_over = hands_over
         self._leaving = leaving
 
@@ -398,5 +314,5 @@ class Operations(rank_pb2_grpc.RankServicer):
         wait_s = finite("set_role.wait_s", request.wait_s) if request.HasField("wait_s") else None
         if request.role not in [role.value for role in Role]:
             raise InvalidRequest("set_role.role", f"must be prefill or decode; got {request.role!r}")
-        await self._role_change.change(Role(request.role), wait_s, request.force)
+        await self._change_role(Role(request.role), wait_s, request.force)
         return rank_pb2.SetRoleResponse()

@@ -4,7 +4,7 @@
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> others have taken over what is cached here (leaving.py) -> deregistered -> engine stopped
 
-A rank that changes its role (RoleChange of intake.py) does both without a pause, in one process: nobody takes
+A rank that changes its role (role_change.py) does both without a pause, in one process: nobody takes
 over, and the next engine begins with the core of the last one, its model, pool and tree.
 
 `python -m services.decode --dp-size=N` starts a supervisor, and each rank runs the same module with
@@ -48,11 +48,12 @@ from services.observe import build_info, log_lines, prometheus, traces
 from services.process import signals, supervisor
 from services.process.events import pass_on
 from services.process.notify import Notifier
-from services.rank.intake import OPERATIONS, Operations, RankAdapters, RoleChange
+from services.rank.intake import OPERATIONS, Operations, RankAdapters
 from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import EngineCollector, HandOverMetrics
 from services.rank.rank_role import MakeRoles, OpenRank, RankRole, ServedMetrics, Services
+from services.rank.role_change import RoleChange
 from services.settings.flags import load, refusing, to_flags
 from services.settings.named_models import resolved
 from services.transfer.nixl_settings import keep_to_loopback
@@ -360,7 +361,6 @@ async def open_rank(
         page.registry.register(EngineCollector(engine.metrics))
         services = role.make_services(page.registry)
         stack.push_async_callback(services.close)
-        listen = host_port(bindable(config.host), config.port)
         hands_over = engine.hands_over
         metrics = HandOverMetrics(page.registry, services.digests)
         leaving = Leaving(
@@ -369,9 +369,9 @@ async def open_rank(
         )
         adapting = RankAdapters(engine.adapters, config.lora_dir)
         role_change = RoleChange(role.role, services.intake, leaving, adapting, turn)
-        operations = Operations(services.intake, hands_over, leaving, adapting, role_change)
+        operations = Operations(services.intake, hands_over, leaving, adapting, role_change.change)
         server = await servers.open_server(
-            listen,
+            host_port(bindable(config.host), config.port),
             partial(_register, services, operations),
             [*services.names, OPERATIONS],
             config.tls(),

@@ -11,10 +11,11 @@ from prometheus_client import CollectorRegistry
 from services.engine.base import Engine
 from services.index.write.rank_ledger import RankLedger
 from services.net import servers
-from services.rank.intake import Intake, RoleChange
+from services.rank.intake import Intake
 from services.rank.leaving import Leaving
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import DigestMetrics
+from services.rank.role_change import RoleChange
 from services.values.rank import RankAddress, RankId, Role
 
 log = logging.getLogger(__name__)

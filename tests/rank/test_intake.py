@@ -8,7 +8,8 @@ import pytest
 
 from services.engine.paged.shell.adapting import Adapting
 from services.rank import intake as intake_module
-from services.rank.intake import Intake, RankAdapters, RoleChange
+from services.rank.intake import Intake, RankAdapters
+from services.rank.role_change import RoleChange
 from services.values.adapter import Adapter
 from services.values.errors import ConfigError, StaleGeneration, Unavailable
 from services.values.rank import Generation, RankId, Role

@@ -10,10 +10,11 @@ from prometheus_client import CollectorRegistry
 from services.kv.hand_over import IdlePrefix
 from services.rank import intake as intake_module
 from services.rank import leaving as leaving_module
-from services.rank.intake import Intake, Operations, RankAdapters, RoleChange
+from services.rank.intake import Intake, Operations, RankAdapters
 from services.rank.leaving import Leaving
 from services.rank.rank_metrics import DigestMetrics, HandOverMetrics
 from services.rank.rank_role import OpenRank
+from services.rank.role_change import RoleChange
 from services.values.errors import Unavailable
 from services.values.rank import Generation, RankAddress, RankId, Role
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
