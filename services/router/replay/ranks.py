@@ -238,9 +238,9 @@ class Rank(ABC):
     def _begin_chunk(self) -> None:
         assert self._current is not None
         left = self._current.request.prompt_tokens - self._done_tokens
-        # To a block's end, so that whole blocks can be published.
+        # To a block's end, so that whole blocks can be published, unless a block is larger than a chunk.
         aligned = (self._done_tokens + self.timing.chunk_tokens) // self.block_tokens * self.block_tokens
-        self._chunk_tokens = min(left, max(1, aligned - self._done_tokens))
+        self._chunk_tokens = min(left, max(0, aligned - self._done_tokens) or self.timing.chunk_tokens)
         self._chunk_began_s = self.events.now
         took_s = self._chunk_s()
         self._chunk_ends_s = self.events.now + took_s

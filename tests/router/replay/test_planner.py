@@ -191,6 +191,10 @@ def test_how_many_ranks_are_enough(subtests):
         small = replace(FLEET, prefill_pool_tokens=500, decode_pool_tokens=500)
         outlook = Trial(Observation(small, seen.requests[:8]), goals, 1.0, 1).of(Size(1, 1))
         assert outlook.ttft_p99_s < 60
+    with subtests.test("long prompts are computed in whole chunks, though a replay's blocks are larger"):
+        long = [observed(100.0 * n, range(999 * n, 999 * n + 600), (100, 38_407)[n % 2]) for n in range(16)]
+        outlook = Trial(Observation(FLEET, long), goals, 1.0, 1).of(Size(1, 1))
+        assert outlook.ttft_p99_s == pytest.approx(long[1].ttft_s, rel=0.02)
     with subtests.test("no number of ranks is enough for what one request alone misses"):
         assert advise(replace(seen, requests=seen.requests[:20]), Goals(0.001, 0.05)).least is None
     with subtests.test("ranks that do both may do as well with fewer"):
