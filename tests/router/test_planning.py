@@ -31,6 +31,17 @@ def test_fewer_are_wanted_once_fewer_were_enough_for_long(subtests):
                 recent = [size for at, size in told if at >= now - down_s]
                 most = Size(max(size.prefill for size in recent), max(size.decode for size in recent))
                 assert steady.wanted(float(now), told[-1][1], Size(5, 5)) == most
+    with subtests.test("what was wanted stays so while no plan came"):
+        steady = Steady(100.0)
+        for now, size, expected in [
+            (0, 5, 5),
+            (1_000, 1, 5),
+            (1_100, 1, 5),
+            (1_101, 3, 3),
+            (2_000, 1, 3),
+            (3_000, 1, 1),
+        ]:
+            assert steady.wanted(now, Size(size, size), Size(1, 1)) == Size(expected, expected)
 
 
 async def test_metrics_follow_the_plans(subtests, caplog):
@@ -91,6 +102,9 @@ async def test_metrics_follow_the_plans(subtests, caplog):
     with subtests.test("nobody has asked for a whole window"):
         now[0] = 800.0
         seen.append(Observation(FLEET, ()))
+        await planning.plan()
+        assert wanted() == (1.0, 2.0)  # The last plan was longer ago than fewer have to be enough.
+        now[0] = 901.0
         await planning.plan()
         assert wanted() == (1.0, 1.0)
 

@@ -61,6 +61,9 @@ class Steady:
     def wanted(self, now: float, size: Size, present: Size) -> Size:
         if not self._planned:
             self._planned.append((now, present))
+        elif self._down_s and self._planned[-1][0] < now - self._down_s:
+            # No plan came for so long, which tells of no lull: what the last one wanted counts once more.
+            self._planned.append((now, self._planned[-1][1]))
         self._planned.append((now, size))
         while self._planned[0][0] < now - self._down_s:
             self._planned.popleft()
