@@ -67,11 +67,13 @@ class ObservedLoad:
         return self._models.default, *self._models.others.values()
 
     def observation(self, model: Model) -> Observation:
-        """Return what was seen of a model's requests, at times of this router's clock."""
+        """Return what was seen of a model's requests of the window, at times of this router's clock; of those
+        that run the last ones, too."""
         recorder = self._recorders.get(model.name)
         now = self._clock()
         requests = [] if recorder is None else recorder.recent(now, MOST_REQUESTS)
-        for progress in model.generator.running:
+        running = [each for each in model.generator.running if each.began_s >= now - self._window_s]
+        for progress in sorted(running, key=lambda each: each.began_s)[-MOST_REQUESTS:]:
             requests += observed(progress, is_over=False) or waiting(progress, now)
         return Observation(self._fleet(model), requests)
 

@@ -100,4 +100,8 @@ async def test_what_a_router_saw_of_its_requests(subtests):
             await GenerationService(models, None).ListLoad(asked, None)
         with subtests.test("what is older than the window is forgotten"):
             now[0] = 1_000.0
-            assert len(load.observation(model).requests) == 1  # It still runs.
+            assert not load.observation(model).requests  # Nor does one that still runs stretch the window.
+        with subtests.test("of very many that run the last ones count"):
+            running += [served(950.0 + n / 100, 2) for n in range(1_000)]
+            ages = [now[0] - each.arrival_s for each in load.observation(model).requests]
+            assert len(ages) == 800 and max(ages) < 48.5
