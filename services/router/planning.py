@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _COMMAND = (sys.executable, "-m", "services.router.replay")
 _LONGEST_S = 300.0  # On a crowded host a plan may take minutes.
+# Whatever prints to the planner's standard output spoils its answer.
+_UNREADABLE = pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError
 _LEAST = Size(1, 1), Size(0, 1)  # where prefill ranks are apart, and where they are not
 
 
@@ -172,6 +174,9 @@ class Planning:
         if process.returncode:
             last = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise ValueError(last or f"the planner ended with {process.returncode}")
-        plan = pickle.loads(out)
+        try:
+            plan = pickle.loads(out)
+        except _UNREADABLE as error:
+            raise ValueError(f"the planner's answer cannot be read: {error!r}") from error
         assert isinstance(plan, Plan)
         return plan

@@ -109,9 +109,19 @@ async def test_metrics_follow_the_plans(subtests, caplog):
         assert wanted() == (1.0, 1.0)
 
 
-async def test_another_process_plans_and_says_what_it_could_not():
+async def test_another_process_plans_and_says_what_it_could_not(monkeypatch):
     job = Job(Observation(FLEET, conversations(8, 1.0)), GOALS)
     planning = Planning(SimpleNamespace(), SimpleNamespace(), GOALS, 30.0, 100.0, 600.0)
     assert await planning.ask(job) == plan(job)
     with pytest.raises(ValueError, match="no requests"):
         await planning.ask(replace(job, observation=Observation(FLEET, ())))
+    for script, error, why in [
+        ("exit 0", ValueError, "cannot be read"),
+        ("echo hi", ValueError, "cannot be read"),
+        ("kill -9 $$", ValueError, "ended with -9"),
+        ("exec sleep 60", TimeoutError, ""),
+    ]:
+        monkeypatch.setattr("services.router.planning._COMMAND", ("sh", "-c", script))
+        monkeypatch.setattr("services.router.planning._LONGEST_S", 0.1 if "sleep" in script else 30.0)
+        with pytest.raises(error, match=why):
+            await planning.ask(job)
