@@ -117,7 +117,9 @@ class Balance:
         took_s = self.clock() - flight.sent_s - admitted.transfer_s
         waited_s = admitted.decode_queue_s + (0.0 if admitted.pulled is None else admitted.pulled.seconds)
         if known.told_tokens_per_s > 0 and waited_s <= _LEAST_WAITED * took_s and not admitted.brought_tokens:
-            expected_s = flight.until_its_end / known.told_tokens_per_s
+            # It may have found more there than was known, or less.
+            tokens = flight.until_its_end - flight.uncached_tokens + admitted.computed_tokens
+            expected_s = tokens / known.told_tokens_per_s
             self.pace.observe(flight.computing, expected_s, took_s, self.clock())
 
     def bandwidth(self, prefill: RankKey, decode: RankKey) -> float:

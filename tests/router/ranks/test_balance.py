@@ -312,7 +312,7 @@ def test_a_rank_is_as_fast_as_its_requests_were(subtests):
                 balance.sent(name, D0, None, 1_000)
             for name in "abcd":
                 clock.now += 1
-                balance.observe_pace(name, took(plan=Plan.LOCAL, **changes))
+                balance.observe_pace(name, took(plan=Plan.LOCAL, computed_tokens=1_000, **changes))
                 balance.ended(name)
             balance.report(D0, report)
         return balance.now(D0).tokens_per_s
@@ -327,6 +327,15 @@ def test_a_rank_is_as_fast_as_its_requests_were(subtests):
     with subtests.test("who waited for pages or a source tells nothing of computing"):
         assert rate_after(20, 2_000.0, decode_queue_s=0.9) == 2_000.0
         assert rate_after(20, 2_000.0, pulled=Pulled(512, 1 << 20, 0.9)) == 2_000.0
+    with subtests.test("what a rank held beyond what was known makes it no faster"):
+        clock, balance = known()
+        for _ in range(20):
+            balance.report(D0, RankLoad(prefill_tokens_per_s=1_000.0))
+            balance.sent("a", D0, None, 4_000)
+            clock.now += 1
+            balance.observe_pace("a", took(plan=Plan.LOCAL, computed_tokens=1_000))
+            balance.ended("a")
+        assert balance.pace.of(D0, clock.now) == 1.0
     with subtests.test("another life of the rank, and time, forget it"):
         clock, balance = known()
         balance.pace.observe(D0, 1.0, 3.0, clock.now)
