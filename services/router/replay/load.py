@@ -17,17 +17,19 @@ from services.router.replay.observed import Observation, Observed
 from services.router.replay.workload import TraceRequest
 
 _MOST_BLOCKS = 48  # a prompt, in the mean
+_WAITS = -1  # The copy of a request that waits.
 _WARM_UP_S = 5.0  # between two prompts that are put into caches first
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`warm` are prompts that caches held before the first request. `sources` has each request's index among
-    the observed ones. Numbers count through both, by time."""
+    the observed ones. Numbers count through both, by time. The first `waiting` ones are a backlog."""
 
     warm: Sequence[TraceRequest]
     requests: Sequence[TraceRequest]
     sources: Sequence[int]
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Load:
     def __init__(self, observation: Observation) -> None:
         self._seen = sorted(observation.requests, key=lambda seen: seen.arrival_s)
         self._began_s = self._seen[0].arrival_s
-        self._span_s = max(1.0, self._seen[-1].arrival_s - self._began_s)
+        self.span_s = max(1.0, self._seen[-1].arrival_s - self._began_s)
         stride = _stride(self._seen)
         self.block_tokens = observation.fleet.block_tokens * stride
         # Every hash names its block with all before it, so that each n-th one names n blocks.
@@ -56,9 +58,12 @@ class Load:
         self._shared = self._common()
         self._common_tokens = _common_tokens(self._seen, self._before, observation.fleet.block_tokens)
 
-    def times(self, load: float, seed: int) -> Workload:
-        """Return the workload of so many times the load."""
+    def times(self, load: float, seed: int, from_now: bool = False) -> Workload:
+        """Return the workload of so many times the load. `from_now` it begins with copies of those that wait
+        for their first token now, all at once, as ranks have to serve them before what comes."""
         sent = sorted(self._sent(load, seed), key=lambda each: (each.arrival_s, each.index, each.copy))
+        waits = [_Sent(0.0, n, _WAITS) for n, seen in enumerate(self._seen) if from_now and not seen.ttft_s]
+        sent = [*waits, *sent]
         ids: dict[tuple[int, int], int] = {}
         named = [self._named(self._blocks[each.index], each.copy, ids) for each in sent]
         answered = [self._named(self._answered(each.index), each.copy, ids) for each in sent]
@@ -68,7 +73,7 @@ class Load:
         requests = [
             self._request(each, numbers, first_s, named[n], answered[n]) for n, each in enumerate(sent)
         ]
-        return Workload(warm, requests, [each.index for each in sent])
+        return Workload(warm, requests, [each.index for each in sent], len(waits))
 
     def _request(
         self,
@@ -90,7 +95,7 @@ class Load:
             common_blocks=self._common_tokens[each.index] // self.block_tokens,
             common_tokens=self._common_tokens[each.index] % self.block_tokens,
         )
-        if before is None or self._seen[before].ended_s > seen.arrival_s:
+        if before is None or each.copy == _WAITS or self._seen[before].ended_s > seen.arrival_s:
             return request
         after = (numbers[before, each.copy],)
         return replace(request, after=after, wait_s=seen.arrival_s - self._seen[before].ended_s)
@@ -103,8 +108,8 @@ class Load:
         for indices, number in zip(self._sessions.values(), copies, strict=True):
             offset_s = self._seen[indices[0]].arrival_s - self._began_s
             for copy in range(number):
-                later_s = copy * self._span_s / load if copy else 0.0
-                moved_s = (offset_s + later_s) % self._span_s if copy else offset_s
+                later_s = copy * self.span_s / load if copy else 0.0
+                moved_s = (offset_s + later_s) % self.span_s if copy else offset_s
                 for index in indices:
                     at_s = self._seen[index].arrival_s - self._began_s
                     yield _Sent(at_s - offset_s + moved_s, index, copy)

@@ -119,7 +119,7 @@ def advise(
     observation = _latest(observation)
     if not observation.requests or not observation.fleet.decode:
         raise ValueError("there are no requests, or no decode ranks, to plan from")
-    trial = Trial(observation, goals, load * _others(observation), seed)
+    trial = Trial(observation, goals, load * _others(observation), seed, from_now=in_steps)
     fleet = observation.fleet
     present = trial.of(Size(fleet.prefill if Plan.REMOTE in fleet.plans else 0, fleet.decode))
     least = _least(trial, present.size, _STEP if in_steps else MOST_RANKS)
@@ -148,6 +148,17 @@ def _latest(observation: Observation) -> Observation:
     """Return the observation with its last requests alone, where there are many."""
     requests = sorted(observation.requests, key=lambda seen: seen.arrival_s)
     return replace(observation, requests=requests[-MOST_REQUESTS:])
+
+
+def _within_window(observation: Observation) -> Observation:
+    """Return it with what came before the window as if it had come when that began: those few still wait or
+    run, and the rest of their time is not that of a load."""
+    since_s = observation.requests[-1].arrival_s - observation.fleet.window_s
+    requests = [
+        seen if seen.is_over and seen.ttft_s else replace(seen, arrival_s=max(seen.arrival_s, since_s))
+        for seen in observation.requests
+    ]
+    return replace(observation, requests=requests)
 
 
 def _warnings(
@@ -182,7 +193,9 @@ def _measured_p50_s(requests: Sequence[Observed]) -> float:
 class Trial:
     """Replays of one load, kept by the number of ranks."""
 
-    def __init__(self, observation: Observation, goals: Goals, load: float, seed: int) -> None:
+    def __init__(
+        self, observation: Observation, goals: Goals, load: float, seed: int, from_now: bool = False
+    ) -> None:
         self.fleet = observation.fleet
         self.speeds = speeds_of(observation.fleet, observation.requests, _others(observation))
         self.tried: dict[Size, Outlook] = {}
@@ -190,9 +203,10 @@ class Trial:
         # More load is copies of fewer requests, as every size would take so many times longer otherwise.
         last = max(FEW_REQUESTS, int(MOST_REQUESTS / max(1.0, load)))
         self._beyond_s = self.speeds.beyond_s[-last:]
-        found = Load(replace(observation, requests=observation.requests[-last:]))
+        found = Load(_within_window(replace(observation, requests=observation.requests[-last:])))
         self._block_tokens = found.block_tokens
-        self.workload = found.times(load, seed)
+        self._span_s = found.span_s
+        self.workload = found.times(load, seed, from_now)
         # Pools are the mean of ranks that may differ, and the largest request found room in one.
         pages = (request.num_pages(self._block_tokens) for request in self.workload.requests)
         answers = (-(-request.output_tokens // self._block_tokens) for request in self.workload.requests)
@@ -224,14 +238,14 @@ class Trial:
     def _outlook(self, size: Size, replay: Replay) -> Outlook:
         workload, goals = self.workload, self._goals
         num_warm, num_requests = len(workload.warm), len(workload.requests)
-        first = num_warm + int(_UNCOUNTED_SHARE * num_requests)
+        first = num_warm + workload.waiting + int(_UNCOUNTED_SHARE * (num_requests - workload.waiting))
         beyond_s = [self._beyond_s[index] for index in workload.sources]
         jobs = [job for job in replay.jobs if job.request.number >= first]
         ttft = [max(0.0, job_ttft_s(job) + beyond_s[job.request.number - num_warm]) for job in jobs]
         itl = [job_itl_s(job) for job in jobs]
         good = sum(a <= goals.ttft_s and b <= goals.itl_s for a, b in zip(ttft, itl, strict=True)) / len(jobs)
-        arrivals = [job.request.arrival_s for job in jobs]
-        busy = _busy(jobs, size, max(1.0, max(arrivals) - min(arrivals)))
+        served = [job for job in replay.jobs if job.request.number >= num_warm + workload.waiting]
+        busy = _busy(served, size, self._span_s)
         ttft, itl = sorted(ttft), sorted(itl)
         prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
         return Outlook(
@@ -250,7 +264,8 @@ class Trial:
 
 def _busy(jobs: Sequence[Job], size: Size, span_s: float) -> dict[type[Rank], float]:
     """Return the share of the time in which prompts came that each role's ranks compute them, in the mean.
-    Near 1 queues grow, though a goal of many seconds may not show it in some minutes."""
+    Near 1 queues grow, though a goal of many seconds may not show it in some minutes. It is the time in which
+    they came in truth: where ranks are too few, conversations go on later, and it takes longer."""
     seconds = defaultdict[type[Rank], float](float)
     for job in jobs:
         rank = job.prefill or job.decode

@@ -160,6 +160,16 @@ def test_a_load_that_is_larger(subtests):
     with subtests.test("less has some of them, whole"):
         half = load.times(0.5, 1)
         assert 0 < len(half.requests) < len(requests) and len(half.requests) % 2 == 0
+    with subtests.test("who wait now are first, all at once, and what they leave is no other one's"):
+        late = [
+            replace(seen, ttft_s=0.0, is_over=False) if n >= 55 else seen for n, seen in enumerate(requests)
+        ]
+        now = Load(Observation(FLEET, late)).times(1.0, 1, from_now=True)
+        assert now.waiting == 5 and now.sources == [*range(55, 60), *range(60)]
+        waiting, known = now.requests[:5], {block for request in now.requests[5:] for block in request.blocks}
+        for request in waiting:
+            assert request.arrival_s == now.requests[5].arrival_s and not request.after
+            assert {*request.blocks} & known == {*request.blocks[:4]}
 
 
 def test_how_many_ranks_are_enough(subtests):
@@ -205,6 +215,25 @@ def test_how_many_ranks_are_enough(subtests):
         apart = advise(replace(seen, fleet=replace(FLEET, plans=frozenset({Plan.REMOTE}))), goals)
         assert apart.together is None and not apart.split_loses
         assert all(outlook.size.prefill for outlook in apart.tried)
+    with subtests.test("ranks too few are busier than full, though conversations go on later on them"):
+        crowd = Observation(FLEET, conversations(60, 8.0))
+        compute_s = sum(each.compute_s for each in crowd.requests)
+        span_s = crowd.requests[-1].arrival_s - crowd.requests[0].arrival_s
+        found = Trial(crowd, goals, 1.0, 1).of(Size(1, 1))
+        assert found.prefill_busy + found.decode_busy == pytest.approx(compute_s / span_s, rel=0.1)
+    with subtests.test("a request that waits since before the window makes that no longer"):
+        old = replace(crowd.requests[0], arrival_s=crowd.requests[0].arrival_s - 500.0, ttft_s=0.0)
+        fleet = replace(FLEET, window_s=span_s)
+        beside = Trial(Observation(fleet, [old, *crowd.requests]), goals, 1.0, 1).of(Size(1, 1))
+        assert beside.prefill_busy == pytest.approx(found.prefill_busy, rel=0.1)
+    with subtests.test("who plans from now on has those served first that wait"):
+        late = [
+            replace(each, ttft_s=0.0, is_over=False) if n >= 30 else each
+            for n, each in enumerate(seen.requests)
+        ]
+        waits, asks = replace(seen, requests=late), lambda load: advise(load, goals, in_steps=True)
+        assert asks(waits).present.ttft_p99_s > asks(seen).present.ttft_p99_s
+        assert asks(waits).least.size.ranks > asks(seen).least.size.ranks
     with subtests.test("there must be something to plan from"):
         with pytest.raises(ValueError, match="no requests"):
             advise(replace(seen, requests=()), goals)
