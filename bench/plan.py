@@ -151,7 +151,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=_SECONDS)
     parser.add_argument("--stretch", type=float, default=_STRETCH)
     parser.add_argument("--load", type=float, default=_LOAD)
-    parser.add_argument("--headrooms", default="0.9,1,1.1", help="of the one that knew the future")
+    parser.add_argument("--headrooms", default="0.9,1", help="of the one that knew the future")
+    parser.add_argument("--seeds", default="1,2", help="of the closed loop")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
@@ -162,13 +163,15 @@ def main() -> None:
         goals += goals_of(rows)
     if "loop" in arguments.parts:
         of_loop, wanted = closed_loop.measure(
-            closed_loop.Loop(), [float(each) for each in arguments.headrooms.split(",")]
+            closed_loop.Loop(),
+            [float(each) for each in arguments.headrooms.split(",")],
+            [int(each) for each in arguments.seeds.split(",")],
         )
         print(table(of_loop))
-        rows, goals = rows + of_loop, goals + [{"at": "closed loop"} | each for each in wanted]
+        rows, goals = rows + of_loop, goals + wanted
     print(table(goals))
     if arguments.json is not None:
-        names = ("parts", "layouts", "seconds", "stretch", "load", "headrooms")
+        names = ("parts", "layouts", "seconds", "stretch", "load", "headrooms", "seeds")
         constants: Row = {name: getattr(arguments, name) for name in names}
         write_json(arguments.json, "plan", constants | {"goals": goals}, rows)
 
