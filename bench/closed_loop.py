@@ -55,6 +55,7 @@ class Loop:
     window_s: float = 180.0
     start_s: float = 30.0
     down_s: float = 180.0
+    headroom: float = 1.1  # as a router's --plan-headroom
     foresees: bool = False  # A router does not: it plans for the load that it saw.
 
 
@@ -254,7 +255,7 @@ def follower(loop: Loop, told: Callable[[str], None]) -> Callable[[Scaled], Size
         observation = Observation(fleet(scaled.size, loop.window_s), seen)
         ahead_s = loop.start_s + loop.every_s / 2
         load = growth(observation, scaled.now, loop.window_s, ahead_s) if loop.foresees else 1.0
-        made = plan(PlanJob(observation, GOALS, load))
+        made = plan(PlanJob(observation, GOALS, load * loop.headroom))
         wanted = steady.wanted(scaled.now, (made.wanted or made.present).size, scaled.size)
         told(f"{scaled.now:6.0f} s: {len(seen)} requests, load {load:.2f}, {scaled.size} -> {wanted}")
         return wanted

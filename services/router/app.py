@@ -268,7 +268,8 @@ def _observed_load(config: RouterConfig, models: Models, mirror: Mirror) -> Obse
 
 def _planning(config: RouterConfig, models: Models, load: ObservedLoad) -> Planning:
     goals = Goals(config.plan_ttft_s or math.inf, config.plan_itl_ms / 1e3 or math.inf, config.plan_goodput)
-    return Planning(models, load, goals, config.plan_every_s, config.plan_down_s, config.plan_window_s)
+    times = config.plan_every_s, config.plan_down_s, config.plan_window_s
+    return Planning(models, load, goals, *times, config.plan_headroom)
 
 
 def _tokens(config: RouterConfig) -> TokenCallers | None:

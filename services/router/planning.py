@@ -90,7 +90,7 @@ class _Planned:
 
 
 class Planning:
-    """The router's loop owns it. `ask` answers a job in another process."""
+    """The router's loop owns it. `ask` answers a job in another process, for `headroom` times the load."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class Planning:
         every_s: float,
         down_s: float,
         window_s: float,
+        headroom: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._models = models
@@ -108,6 +109,7 @@ class Planning:
         self._every_s = every_s
         self._down_s = down_s
         self._window_s = window_s
+        self._headroom = headroom
         self._clock = clock
         self._began_s = clock()
         self._planned: dict[str, _Planned] = {}
@@ -138,7 +140,7 @@ class Planning:
                 self._tell(each, _LEAST[0] if seen.fleet.prefill else _LEAST[1], None, seen.fleet)
             return
         try:
-            plan = await self.ask(Job(seen, self._goals))
+            plan = await self.ask(Job(seen, self._goals, self._headroom))
         except (OSError, ValueError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             log_lines.event(log, "plan_failed", level=logging.WARNING, model=each.model.name, reason=why)

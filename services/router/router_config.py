@@ -273,6 +273,11 @@ class RouterConfig(ClusterConfig):
         "goal: the share of requests that are within these",
         bounds=Bounds(above=0, at_most=0.9999),
     )
+    plan_headroom: float = setting(
+        1.1,
+        "times the load that was seen, for which ranks are planned: it may grow until they are up",
+        bounds=Bounds(at_least=1, at_most=10),
+    )
     plan_every_s: float = setting(30.0, "seconds between two plans", bounds=Bounds(at_least=1))
     plan_down_s: float = setting(
         300.0, "seconds for which fewer ranks must have been enough to be wanted", bounds=Bounds(at_least=0)

@@ -51,10 +51,10 @@ async def test_metrics_follow_the_plans(subtests, caplog):
     seen, plans = [Observation(FLEET, ())], []
     load = SimpleNamespace(observation=lambda model: seen[-1])
     models = SimpleNamespace(default=model, others={})
-    planning = Planning(models, load, GOALS, 30.0, 100.0, 600.0, lambda: now[0])
+    planning = Planning(models, load, GOALS, 30.0, 100.0, 600.0, 1.1, lambda: now[0])
 
     async def ask(job: Job) -> Plan:
-        assert job.goals == GOALS and job.observation is seen[-1]
+        assert (job.goals, job.load) == (GOALS, 1.1) and job.observation is seen[-1]
         answer = plans.pop()
         if isinstance(answer, Exception):
             raise answer
