@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 
 import grpc
 import pytest
@@ -66,6 +67,12 @@ async def begun(cluster, name):
     await until(some, f"{name} has handed over something")
 
 
+async def known(cluster, ids):
+    """Whether a router has read in the index that a rank in service holds the prompt, but for a page."""
+    candidates = (await cluster.explain(ids)).candidates
+    return any(not each.excluded and each.decode_hit_tokens > len(ids) - 12 for each in candidates)
+
+
 async def a_drain_under_load(cluster):
     await load(cluster, 0)
     beside = asyncio.create_task(load(cluster, TURNS))
@@ -79,6 +86,7 @@ async def a_drain_under_load(cluster):
     turns = [[*prompt, *continuation(prompt, 8), 1, 2] for prompt in prompts]
     turns = [[*turn, *continuation(turn, 8), 3, 4] for turn in turns]
     for number, turn in enumerate(turns):
+        await until(partial(known, cluster, turn), "the router knows who has it")
         finish = await cluster.generate(turn, conversation_id=f"c{number}")
         assert finish.placement.decode.worker != "decode-0"
         assert finish.usage.computed_tokens <= 10
