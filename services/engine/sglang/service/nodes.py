@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _SERVICE = "isthmus.sglang.Nodes"
 _PIECE_BYTES = 1 << 20
 _HEALTH_POLL_S = 0.5
+_GOODBYE_S = 1.0  # So long others have to take in that the end is in order.
 
 
 class NodeDoor:
@@ -67,7 +68,7 @@ class NodeDoor:
     async def close(self) -> None:
         self._closing.set()
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(_GOODBYE_S)
 
     def _register(self, server: grpc.aio.Server) -> None:
         handlers = {
