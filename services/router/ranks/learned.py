@@ -253,7 +253,7 @@ class Pace:
 
     def observe(self, rank: RankKey, expected_s: float, took_s: float, now: float) -> None:
         """Compare a request's time with that of all tokens until its end, at the reported speed."""
-        if took_s < _LEAST_PACED_S and expected_s < _LEAST_PACED_S:
+        if took_s <= 0 or max(took_s, expected_s) < _LEAST_PACED_S:  # A report may be wrong.
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_PACE_S, _PRIOR_PACE_S, now))
         record.fade(_PRIOR_PACE_S, now)

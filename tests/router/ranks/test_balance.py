@@ -336,6 +336,8 @@ def test_a_rank_is_as_fast_as_its_requests_were(subtests):
             balance.observe_pace("a", took(plan=Plan.LOCAL, computed_tokens=1_000))
             balance.ended("a")
         assert balance.pace.of(D0, clock.now) == 1.0
+    with subtests.test("a report of more time than has passed tells nothing"):
+        assert rate_after(20, 2_000.0, transfer_s=9.0, decode_queue_s=-9.0) == 2_000.0
     with subtests.test("another life of the rank, and time, forget it"):
         clock, balance = known()
         balance.pace.observe(D0, 1.0, 3.0, clock.now)
