@@ -22,7 +22,7 @@ from random import Random
 from bench.report import Row, verdict
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.replay.following import Job as PlanJob
-from services.router.replay.following import Steady, growth, plan
+from services.router.replay.following import Steady, plan
 from services.router.replay.observed import Fleet, Observation, Observed
 from services.router.replay.ours import Ours, _registration
 from services.router.replay.planner import Goals, Size, job_itl_s, job_ttft_s
@@ -56,7 +56,6 @@ class Loop:
     start_s: float = 30.0
     down_s: float = 180.0
     headroom: float = 1.1  # as a router's --plan-headroom
-    foresees: bool = False  # A router does not: it plans for the load that it saw.
 
 
 def conversations_per_s(at_s: float) -> float:
@@ -253,11 +252,9 @@ def follower(loop: Loop, told: Callable[[str], None]) -> Callable[[Scaled], Size
         if not seen:
             return scaled.size
         observation = Observation(fleet(scaled.size, loop.window_s), seen)
-        ahead_s = loop.start_s + loop.every_s / 2
-        load = growth(observation, scaled.now, loop.window_s, ahead_s) if loop.foresees else 1.0
-        made = plan(PlanJob(observation, GOALS, load * loop.headroom))
+        made = plan(PlanJob(observation, GOALS, loop.headroom))
         wanted = steady.wanted(scaled.now, (made.wanted or made.present).size, scaled.size)
-        told(f"{scaled.now:6.0f} s: {len(seen)} requests, load {load:.2f}, {scaled.size} -> {wanted}")
+        told(f"{scaled.now:6.0f} s: {len(seen)} requests, {scaled.size} -> {wanted}")
         return wanted
 
     return follow

@@ -17,8 +17,8 @@ from bench.placement.figures import figures_of
 from bench.placement.simulation import Simulation
 from bench.report import Row, table, write_json
 from services.router.replay.ours import Ours
-from services.router.replay.policy import Policy
 from services.router.replay.ranks import Job, Rank
+from services.router.replay.replay import Policy
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents

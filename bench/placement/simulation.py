@@ -18,9 +18,8 @@ from bench.placement.policies import (
     StickySession,
 )
 from bench.report import Row
-from services.router.replay.policy import Policy
 from services.router.replay.ranks import Rank
-from services.router.replay.replay import Replay
+from services.router.replay.replay import Policy, Replay
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
 

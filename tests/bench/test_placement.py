@@ -19,7 +19,7 @@ from bench.placement.workload import (
     spread,
 )
 from services.router.replay.events import Events
-from services.router.replay.pins import Pins
+from services.router.replay.ours import Pins
 from services.router.replay.workload import TraceRequest
 from services.values.rank import RankKey
 

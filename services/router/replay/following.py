@@ -4,15 +4,11 @@ More are wanted at once. Fewer are wanted once fewer have been enough for some m
 so that a lull takes no rank away.
 """
 
-import math
 from collections import deque
 from dataclasses import dataclass
 
 from services.router.replay.observed import Observation
 from services.router.replay.planner import Goals, Outlook, Size, advise
-
-_CHANCE = 4.0  # The halves of n requests differ by chance by so much over n's root: turns come together.
-_LEAST_GROWTH, _MOST_GROWTH = 0.75, 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +29,6 @@ class Plan:
 def plan(job: Job) -> Plan:
     advice = advise(job.observation, job.goals, job.load, in_steps=True)
     return Plan(advice.present, advice.least)
-
-
-def growth(observation: Observation, now: float, window_s: float, ahead_s: float) -> float:
-    """Return how many times the load of the window the load will be in `ahead_s`, if it goes on as it does.
-
-    The window's halves are compared. What may be chance, by the number of requests, counts as no growth.
-    """
-    ages = [now - seen.arrival_s for seen in observation.requests if 0 <= now - seen.arrival_s < window_s]
-    if not ages:
-        return 1.0
-    newer = sum(age < window_s / 2 for age in ages)
-    change = (newer - (len(ages) - newer)) / (len(ages) / 2)
-    beyond_chance = max(0.0, abs(change) - _CHANCE / math.sqrt(len(ages)))
-    ratio = 1 + (beyond_chance if change > 0 else -beyond_chance) * (1 + 2 * ahead_s / window_s)
-    return min(_MOST_GROWTH, max(_LEAST_GROWTH, ratio))
 
 
 class Steady:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
+from services.index.pins import PinSettings
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.placement.candidates import Asked
@@ -14,13 +15,56 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
-from services.router.replay.pins import Pins
 from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import LENDS, NO_CHECKPOINTS, PULLS, Registration
 from services.values.request import Admitted
+
+_SETTINGS = PinSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pin:
+    rank: RankKey
+    written_s: float
+    seen_s: float  # by the other routers
+    router: int
+
+
+class Pins:
+    """These are the pins of all routers, as etcd holds them.
+
+    They are kept by PinWriter's rules in virtual time: written when a conversation moves, and again when half
+    of their life is over; gone when it is. A writer sees its own at once.
+    """
+
+    def __init__(self, events: Events, staleness_s: float) -> None:
+        """The other routers see one `staleness_s` after it was written."""
+        self._events = events
+        self._delay_s = _SETTINGS.gather_s + staleness_s
+        self._pins: dict[str, list[_Pin]] = {}  # the last two of a conversation
+
+    def of(self, conversation: str, router: int) -> RankKey | None:
+        pin = self._seen(conversation, router)
+        return None if pin is None else pin.rank
+
+    def pin(self, conversation: str, rank: RankKey, router: int) -> None:
+        last, now = self._seen(conversation, router), self._events.now
+        if last is not None and last.rank == rank and now - last.written_s < _SETTINGS.life_s / 2:
+            return
+        pins = self._pins.setdefault(conversation, [])
+        pins.append(_Pin(rank, now, now + self._delay_s, router))
+        del pins[:-2]
+
+    def _seen(self, conversation: str, router: int) -> _Pin | None:
+        now = self._events.now
+        for pin in reversed(self._pins.get(conversation, ())):
+            if pin.router == router or pin.seen_s <= now:
+                return pin if now - pin.written_s < _SETTINGS.life_s else None
+        return None
+
 
 _SEED = scope_seed(MODEL)
 

@@ -2,17 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
-from services.router.replay.ours import Fleet, Ours
-from services.router.replay.pins import Pins
-from services.router.replay.policy import Policy
+from services.router.replay.ours import Fleet, Ours, Pins
 from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, Plan, RankId
+
+
+class Policy(Protocol):
+    """A policy is a router in the simulator."""
+
+    def choose(self, request: TraceRequest) -> tuple[int, int | None]:
+        """Return the index of the decode rank, and of the prefill rank, or None where decode computes."""
+
+    def sent(self, job: Job) -> None: ...
+
+    def first_token(self, job: Job) -> None: ...
+
+    def ended(self, job: Job) -> None: ...
+
+    def loaded(self, rank: Rank) -> None:
+        """A rank has reported."""
+
+    def told(self, rank: RankId, taken: CacheEvents) -> None:
+        """A rank's cache events have come."""
+
 
 _BELOW_S = 0.5  # in the mean until the next record of what lies below; there is one a second
 
