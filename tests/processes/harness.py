@@ -252,6 +252,17 @@ class ProcessCluster:
         """A request, read in the background."""
         return Stream(ids, max_tokens, self.stubs[router].Generate(ids_request(ids, max_tokens, **fields)))
 
+    async def converse(self, first, num):
+        """Have so many conversations of two turns at once, all exact; return what second turns computed."""
+
+        async def conversation(number):
+            prompt, name = prompt_of(number, 400), f"c{number}"
+            await self.generate(prompt, conversation_id=name)
+            again = [*prompt, *continuation(prompt, 8), 1, 2]
+            return (await self.generate(again, conversation_id=name)).usage.computed_tokens
+
+        return await asyncio.gather(*(conversation(first + i) for i in range(num)))
+
     async def generate(self, ids, max_tokens=8, router=0, **fields):
         """The Finish; the tokens are asserted."""
         return await self.open(ids, max_tokens, router, **fields).exact()

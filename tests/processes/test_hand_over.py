@@ -36,18 +36,6 @@ async def command(cluster, *arguments):
     return await asyncio.to_thread(drain.run, [*arguments, f"--router={router}"])
 
 
-async def load(cluster, first):
-    """Turns of many conversations, each the first or the second; all exact. Returns what they computed."""
-
-    async def conversation(number):
-        prompt, name = prompt_of(number, 400), f"c{number}"
-        await cluster.generate(prompt, conversation_id=name)
-        again = [*prompt, *continuation(prompt, 8), 1, 2]
-        return (await cluster.generate(again, conversation_id=name)).usage.computed_tokens
-
-    return await asyncio.gather(*(conversation(first + i) for i in range(TURNS)))
-
-
 async def told(cluster, name):
     """How far the rank is with its hand-over."""
     request = rank_pb2.DrainRequest(generation=await cluster.generation(name), wait_s=0, only_wait=True)
@@ -74,8 +62,8 @@ async def known(cluster, ids):
 
 
 async def a_drain_under_load(cluster):
-    await load(cluster, 0)
-    beside = asyncio.create_task(load(cluster, TURNS))
+    await cluster.converse(0, TURNS)
+    beside = asyncio.create_task(cluster.converse(TURNS, TURNS))
     assert await command(cluster, DECODE[0]) == 0
     hand_over = await told(cluster, DECODE[0])
     assert hand_over.over and hand_over.handed_tokens > 0 and hand_over.successors == 2
@@ -100,7 +88,7 @@ async def a_drain_that_is_undone_in_the_middle(cluster):
     assert await command(cluster, DECODE[1], "--undo") == 0
     await draining  # It may have been over by then.
     await cluster.until_whole()
-    await load(cluster, 2 * TURNS)
+    await cluster.converse(2 * TURNS, TURNS)
 
 
 async def a_successor_that_is_killed_in_the_middle(cluster):
@@ -113,11 +101,11 @@ async def a_successor_that_is_killed_in_the_middle(cluster):
     assert hand_over.over and hand_over.handed_tokens > 0
     assert await command(cluster, DECODE[1], "--undo") == 0
     await cluster.restarted(victim)
-    await load(cluster, 3 * TURNS)
+    await cluster.converse(3 * TURNS, TURNS)
 
 
 async def a_rank_that_is_stopped(cluster):
-    beside = asyncio.create_task(load(cluster, 4 * TURNS))
+    beside = asyncio.create_task(cluster.converse(4 * TURNS, TURNS))
     await asyncio.sleep(0.3)
     victim = cluster.rank(DECODE[0])
     cluster.signal_rank(victim.name, signal.SIGTERM)

@@ -8,7 +8,6 @@ import pytest
 
 from processes.harness import ProcessCluster, prompt_of
 from services.cli import role
-from services.engine.fake import continuation
 
 TURNS = 10
 CHANGING = "decode-0/0"
@@ -30,23 +29,11 @@ async def command(cluster, *arguments):
     return await asyncio.to_thread(role.run, [*arguments, f"--router={router}"])
 
 
-async def load(cluster, first):
-    """Turns of many conversations, each the first or the second; all exact."""
-
-    async def conversation(number):
-        prompt, name = prompt_of(number, 400), f"c{number}"
-        await cluster.generate(prompt, conversation_id=name)
-        again = [*prompt, *continuation(prompt, 8), 1, 2]
-        return (await cluster.generate(again, conversation_id=name)).usage.computed_tokens
-
-    return await asyncio.gather(*(conversation(first + i) for i in range(TURNS)))
-
-
 async def one_that_becomes_prefill_and_comes_back(cluster):
-    await load(cluster, 0)
+    await cluster.converse(0, TURNS)
     before, pages = cluster.rank(CHANGING), (await cluster.books(CHANGING))["cached"]
     assert pages > 0
-    beside = asyncio.create_task(load(cluster, TURNS))
+    beside = asyncio.create_task(cluster.converse(TURNS, TURNS))
     running = cluster.open(prompt_of(7, 30), 400)
     assert await command(cluster, CHANGING, "prefill") == 0
     assert await command(cluster, "prefill", "decode", "--force") == 0
@@ -66,9 +53,9 @@ async def one_that_becomes_prefill_and_comes_back(cluster):
     page = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{after.metrics_port}/metrics")
     assert b'role="prefill"' in page.read() and (await cluster.books(CHANGING))["cached"] >= pages
     await cluster.until_used(CHANGING, await cluster.generation(CHANGING))
-    await load(cluster, 2 * TURNS)
+    await cluster.converse(2 * TURNS, TURNS)
     for names in (["prefill", "prefill", "--force"], [CHANGING, "decode", "--force"]):
-        beside = asyncio.create_task(load(cluster, 3 * TURNS))
+        beside = asyncio.create_task(cluster.converse(3 * TURNS, TURNS))
         assert await command(cluster, *names) == 0
         await beside
     await cluster.until_whole()
@@ -93,7 +80,7 @@ async def one_that_is_killed_in_its_second_role(cluster):
     """Its supervisor knows its first one alone."""
     assert await command(cluster, CHANGING, "prefill") == 0
     before = cluster.rank(CHANGING)
-    beside = asyncio.create_task(load(cluster, 4 * TURNS))
+    beside = asyncio.create_task(cluster.converse(4 * TURNS, TURNS))
     cluster.signal_rank(CHANGING, signal.SIGKILL)
     await beside
     await cluster.restarted(before)
