@@ -50,7 +50,7 @@ class PlanMetrics:
         self.goodput = Gauge(
             "isthmus_plan_goodput",
             "The share of requests within the goals that is predicted for the present ranks, and for those "
-            "that the last plan wanted.",
+            "that the last plan wanted, under --plan-headroom times the load.",
             ["ranks"],
             registry=registry,
         )
