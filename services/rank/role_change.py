@@ -86,8 +86,7 @@ class RoleChange:
         except BaseException:
             self._adapting.thaw()
             if not drained_before and self._intake.num_drains == drains:
-                with suppress(
-                    Unavailable
-                ):  # It takes them again in any case, and the log has what etcd lacks.
+                # It takes them again in any case, and the log has what etcd lacks.
+                with suppress(Unavailable):
                     await self._intake.undrain()
             raise

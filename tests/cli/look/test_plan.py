@@ -1,4 +1,4 @@
-"""What `isthmus plan` prints, and what it refuses."""
+"""These tests show what `isthmus plan` prints, and what it refuses."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an engine's thread reports while the device computes the next step."""
+"""An engine's thread reports while the device computes the next step."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a router remembers of its requests, the speeds that these tell, and how many ranks are enough."""
+"""A router remembers its requests, learns speeds from them, and tells how many ranks are enough."""
 
 from bisect import bisect
 from dataclasses import replace
@@ -39,7 +39,7 @@ def observed(at_s: float, blocks: range, computed: int, output: int = 20, **more
 
 
 def conversations(number: int, per_s: float, seed: int = 1) -> list[Observed]:
-    """Of two turns, which share four blocks with all others."""
+    """Each has two turns, which share four blocks with all others."""
     random, requests, at_s, first = Random(seed), [], 1_000.0, 100
     for conversation in range(1, number + 1):
         at_s += random.expovariate(per_s)

@@ -101,7 +101,7 @@ def check_line(line: list[Sequence]) -> None:
     st.data(),
 )
 def test_deadlines_send_nobody_back_and_starve_nobody(line, data):
-    """Of each there is the deadline, and when others go before it no more, in the order without deadlines."""
+    """Each has a deadline, and a time from which nobody goes before it, in the order without deadlines."""
     dues, until = ([each[n] for each in line] for n in (0, 1))
     urgent = [due_s is not None and due_s < until_s for due_s, until_s in line]
     order = earliest_first(dues, until)
@@ -419,7 +419,7 @@ def test_tenants_get_tokens_by_their_weights(subtests):
 
 def test_a_prompt_that_is_given_up_costs_what_was_computed(subtests):
     def cost(act, held=None):
-        """What the tenant had to pay for a prompt of 40 tokens that is cancelled after `act(rank, it)`."""
+        """Return what a prompt of 40 tokens cost that is cancelled after `act(rank, it)`."""
         rank = Rank(num_pages=64)
         stays = rank.submit([1], 30, **shared("a"))  # It keeps the tenant's count.
         rank.step()
