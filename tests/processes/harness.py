@@ -51,7 +51,7 @@ PROXY_HOST = "127.0.0.2"  # where proxies have the ports that the ranks have at 
 
 
 def prompt_of(number, length=21):
-    return [(number * 37 + i * 5 + i // 100 * number) % 500 for i in range(length)]
+    return random.Random(number).choices(range(500), k=length)
 
 
 async def until(condition, what, timeout_s=LONG_S):

@@ -20,7 +20,7 @@ TURNS = 60
 @pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_what_is_handed_over_while_others_come_and_go(tmp_path, model_dir):
-    shape = dict(decode_workers=3, decode_dp_size=1, prefill_workers=1, kv_pages=8192)
+    shape = dict(decode_workers=3, decode_dp_size=1, prefill_workers=1, kv_pages=16384)
     flags = dict(router_flags=("--plans=local",), rank_flags=("--fake-step-s=0.002",))
     async with ProcessCluster(tmp_path, model_dir, **shape, **flags) as cluster:
         await cluster.play(

@@ -256,6 +256,7 @@ class Balance:
         known.told_tokens_per_s = load.prefill_tokens_per_s
         if (pace := self.pace.of(rank, now)) != 1.0:
             load = replace(load, prefill_tokens_per_s=pace * load.prefill_tokens_per_s)
+        self._speeds.report_rate(rank, load.prefill_tokens_per_s)
         known.report(load, now, now - _REPORT_LAG_S)
         self.changed(rank)
 
@@ -264,6 +265,7 @@ class Balance:
         are known."""
         if (known := self._ranks.get(rank)) is not None:
             known.forget_report()
+            self._speeds.report_rate(rank, 0.0)
             self.changed(rank)
 
     def fell_silent(self, rank: RankKey) -> None:

@@ -130,6 +130,8 @@ class Speeds:
         self._chunk_tokens = chunk_tokens
         self._usual_rate = _Learned(prior_tokens_per_s)
         self._usual_bandwidth = _Learned(prior_bandwidth)
+        self._reported: dict[RankKey, float] = {}  # These are in tokens per second.
+        self._reported_sum = 0.0
         self._rates: dict[RankKey, _Learned] = {}
         self._senders: dict[RankKey, _Sender] = {}
         self._sources: dict[RankKey, _Sender] = {}
@@ -181,11 +183,25 @@ class Speeds:
 
         return pace
 
+    def report_rate(self, rank: RankKey, tokens_per_s: float) -> None:
+        """Note the rate that the rank's last report says, or 0 where it has none."""
+        self._reported_sum += tokens_per_s - self._reported.pop(rank, 0.0)
+        if tokens_per_s > 0:
+            self._reported[rank] = tokens_per_s
+
     def knows(self, rank: RankKey) -> bool:
         return rank in self._rates
 
     def rate(self, rank: RankKey, now: float) -> float:
-        learned, usual = self._rates.get(rank), self._usual_rate.value
+        """Return the rate learned for a rank that reports none.
+
+        One that has computed nothing yet is taken to be as fast as those that report on average. A router
+        measures them slower than they do, by what else takes time, so a new rank would be tried last.
+        """
+        usual = self._usual_rate.value
+        if self._reported:
+            usual = self._reported_sum / len(self._reported)
+        learned = self._rates.get(rank)
         return usual if learned is None else learned.faded(now, usual)
 
     def bandwidths(self, now: float) -> Callable[[RankKey, RankKey], float]:
@@ -205,6 +221,7 @@ class Speeds:
         return of_sender if link is None else link.faded(now, of_sender)
 
     def forget(self, rank: RankKey) -> None:
+        self.report_rate(rank, 0.0)
         self._rates.pop(rank, None)
         self._pull_begins.pop(rank, None)
         for senders in (self._senders, self._sources):

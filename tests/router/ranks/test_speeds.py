@@ -90,6 +90,18 @@ def test_what_the_rank_itself_reports_comes_first(balance):
     assert balance.now(D0).tokens_per_s == pytest.approx(4_000)
 
 
+def test_a_new_rank_is_taken_to_be_as_fast_as_the_others_report(balance):
+    balance.observe_admitted(D0, None, took(plan=Plan.LOCAL))  # 4,000 a second, by our clock
+    balance.report(D0, RankLoad(prefill_tokens_per_s=30_000.0))
+    balance.report(P0, RankLoad(prefill_tokens_per_s=50_000.0))
+    balance.report(D1, RankLoad())
+    assert balance.now(D1).tokens_per_s == pytest.approx(40_000)
+    balance.unreported(P0)
+    assert balance.now(D1).tokens_per_s == pytest.approx(30_000)
+    balance.forget(D0)
+    assert balance.now(D1).tokens_per_s == pytest.approx(4_000)
+
+
 def test_what_is_old_fades(subtests):
     with subtests.test("an old measurement fades towards the usual"):
         clock, balance = known()
