@@ -1,9 +1,12 @@
 """Probes and SIGTERM of real processes: started, ready, live, and a stop that loses no request."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -110,6 +113,11 @@ async def refuses(port):
     return False
 
 
+def catches(pid, number):
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return int(caught, 16) >> (number - 1) & 1
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_rank_that_is_told_to_end_while_its_model_loads_ends_well(number, model_dir, tmp_path):
@@ -122,6 +130,8 @@ def test_a_rank_that_is_told_to_end_while_its_model_loads_ends_well(number, mode
             )
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(moment_s)
+            while moment_s < 1 and catches(process.pid, signal.SIGINT):
+                time.sleep(0.02)  # On a crowded machine Python itself still starts, and would raise.
             process.send_signal(number)
             assert process.wait(60) in (0, -number)
             log.seek(0)
