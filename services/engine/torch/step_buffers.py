@@ -42,11 +42,13 @@ from services.engine.torch.attention.step_view import (
     Reach,
     ReachView,
     page_of,
+    place_reads,
     read_of,
     stored_slots,
 )
 from services.engine.torch.model.step_cache import TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
+from services.values.kv import GroupKind
 
 # The parts' outputs of one layer take so many bytes at most where rows share many pages. A step that needs
 # more runs without buffers.
@@ -92,8 +94,14 @@ class PromptRoom:
     num_prompts: int
     num_seen: int
 
-    def num_reads(self, page_size: int) -> int:
-        return self.num_seen // page_size + 2 * self.num_prompts
+    def num_chunks(self, reach: Reach) -> int:
+        """Return how many chunks attend at most: each window has its own, where windows are chunks."""
+        if reach.kind is not GroupKind.CHUNKED_WINDOW:
+            return self.num_prompts
+        return 2 * self.num_prompts + self.num_tokens // reach.window
+
+    def num_reads(self, reach: Reach, page_size: int) -> int:
+        return self.num_seen // page_size + 2 * self.num_chunks(reach)
 
 
 class StepOutputs:
@@ -304,10 +312,10 @@ class StepBuffers:
         room, host, page_size = self.prompts, self._areas.host, self._layers.pools[reach.pool].shape.page_size
         assert room is not None
         ends = np.cumsum([len(chunk.token_ids) for chunk in prompts]).tolist()
-        placed = [
-            PlacedRead(end - len(chunk.token_ids), len(chunk.token_ids), read_of(chunk, reach, page_size))
-            for end, chunk in zip(ends, prompts, strict=True)
-        ]
+        placed = list[PlacedRead]()
+        for end, chunk in zip(ends, prompts, strict=True):
+            positions, read = range(chunk.start, chunk.end), read_of(chunk, reach, page_size)
+            placed += place_reads(end - len(positions), positions, read, reach, page_size)
         row_starts, seen_starts, reads = tables_of(placed, page_size)
         if len(prompts) > room.num_prompts or seen_starts[-1] > room.num_seen:
             return False
@@ -332,8 +340,8 @@ class StepBuffers:
             sizes["kept"] = (wide, self.num_kept)
         for nth, (reach, room) in enumerate(self._rooms.items()):
             if self.prompts is not None:
-                num_reads = self.prompts.num_reads(self._layers.pools[reach.pool].shape.page_size)
-                starts = (narrow, self.prompts.num_prompts + 2)
+                num_reads = self.prompts.num_reads(reach, self._layers.pools[reach.pool].shape.page_size)
+                starts = (narrow, self.prompts.num_chunks(reach) + 2)
                 sizes |= {f"row_starts{nth}": starts, f"seen_starts{nth}": starts}
                 sizes[f"reads{nth}"] = (narrow, 4 * num_reads)
             sizes |= {
@@ -396,7 +404,7 @@ class StepBuffers:
             num_seen=room.num_seen,
             are_whole=False,
         )
-        return PackedView((chunks,), packing, reach.window)
+        return PackedView((chunks,), packing, reach.sliding_window)
 
     def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> _Plan:
         page_size = self._layers.pools[reach.pool].shape.page_size

@@ -61,7 +61,7 @@ _WAYS = (
     _Way(softcap=5.0, has_sinks=True),
 )
 
-_PACKED_WAYS = (_WAYS[0], _WAYS[1])
+_PACKED_WAYS = (_WAYS[0], _WAYS[1], _Way(Reach(0, GroupKind.CHUNKED_WINDOW, 90)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,10 @@ class Reach:
             return position // self.window * self.window
         return position - position
 
+    @property
+    def sliding_window(self) -> int:
+        return self.window if self.kind is GroupKind.SLIDING_WINDOW else 0
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
@@ -100,9 +104,7 @@ class PagedLayers:
         return tuple(dict.fromkeys(place.reach for place in self.places.values()))
 
     def packing_of(self, reach: Reach) -> Packing | None:
-        if not self.packings or reach.kind is GroupKind.CHUNKED_WINDOW:
-            return None
-        return self.packings[reach.pool]
+        return self.packings[reach.pool] if self.packings else None
 
 
 # Another thread is worth waking only for so many bytes, since torch's own threads still spin on their cores.
@@ -175,6 +177,11 @@ class ChunkView:
             return _causal_mask(self.length, self.num_seen, self.device)
         return None
 
+    def placed(self, page_size: int) -> list[PlacedRead]:
+        return place_reads(
+            self.offset, range(self.end - self.length, self.end), self.read, self.reach, page_size
+        )
+
     @property
     def is_causal(self) -> bool:
         """Return whether each token sees all up to itself, so that no `mask` is needed."""
@@ -211,8 +218,9 @@ class ReachView:
             return self.static_packed
         if self.packing is None or not self.chunks:
             return None
-        placed = [PlacedRead(chunk.offset, chunk.length, chunk.read) for chunk in self.chunks]
-        return pack_chunks(placed, self.kv, self.packing, self.chunks[0].reach.window)
+        reach, page_size = self.chunks[0].reach, self.kv.shape.page_size
+        placed = [each for chunk in self.chunks for each in chunk.placed(page_size)]
+        return pack_chunks(placed, self.kv, self.packing, reach.sliding_window)
 
     @cached_property
     def in_place(self) -> tuple[InPlaceView, ...]:
@@ -323,6 +331,28 @@ def read_of(chunk: Chunk, reach: Reach, page_size: int) -> Read:
     first_page = first // page_size
     pages = _pages(chunk, reach.pool, first_page, (end - 1) // page_size)
     return Read(pages, first_page, first - first_page * page_size, end - first)
+
+
+def place_reads(offset: int, positions: range, read: Read, reach: Reach, page_size: int) -> list[PlacedRead]:
+    """Return what attends together of a chunk whose rows begin at `offset`, and which has this `read`.
+
+    Where windows are chunks of the sequence, the tokens of each are a chunk of their own: they see all from
+    their window's start up to themselves.
+    """
+    if reach.kind is not GroupKind.CHUNKED_WINDOW:
+        return [PlacedRead(offset, len(positions), read)]
+    starts = [
+        positions.start,
+        *range(reach.first_seen(positions.start) + reach.window, positions.stop, reach.window),
+    ]
+    placed = []
+    for start, end in pairwise([*starts, positions.stop]):
+        first = reach.first_seen(start)
+        first_page, end_page = first // page_size, -(-end // page_size)
+        pages = read.pages[first_page - read.first_page : end_page - read.first_page]
+        own = Read(pages, first_page, first % page_size, end - first)
+        placed.append(PlacedRead(offset + start - positions.start, end - start, own))
+    return placed
 
 
 def _view_chunk(offset: int, chunk: Chunk, reach: Reach, kv: PagedKv) -> ChunkView:

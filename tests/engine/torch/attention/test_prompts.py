@@ -102,8 +102,18 @@ def test_who_attends_together(subtests, flash):
         calls = view_of([prompt, tail, prompt, prompt]).packed.calls
         assert [call.rows for call in calls] == [slice(0, 57), slice(57, 131)]
         assert [call.are_whole for call in calls] == [False, True]
-    with subtests.test("chunked windows attend alone"):
-        assert view_of([prompt], Reach(0, CHUNKED, 20)).packed is None
+    with subtests.test("where windows are chunks, each window's tokens are a chunk"):
+        late = chunk_of(30, 20, [4, 5, 6, 7], Reach(0), 16)
+        (call,) = view_of([prompt, late], Reach(0, CHUNKED, 20)).packed.calls
+        assert call.row_starts.tolist() == [0, 20, 37, 47, 57]
+        assert call.seen_starts.tolist() == [0, 20, 37, 57, 67]
+        assert call.reads.tolist() == [
+            *([3, 0, 16, 0], [1, 0, 4, 16]),
+            *([1, 4, 16, 20], [2, 0, 5, 32]),
+            *([5, 4, 16, 37], [6, 0, 8, 49]),
+            *([6, 8, 16, 57], [7, 0, 2, 65]),
+        ]
+        assert view_of([prompt], Reach(0, CHUNKED, 20)).packed.calls[0].are_whole
     with subtests.test("so does all where packing was not chosen"):
         assert view_of([prompt], packing=None).packed is None
     with subtests.test("soft caps do, and sinks where they were found wrong"):

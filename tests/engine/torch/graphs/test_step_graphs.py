@@ -364,8 +364,8 @@ def check_prompts(family):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=() if name == "gpt_oss" else pytest.mark.exact)
-        for name in ("gpt_oss", "llama", "qwen3", "gemma3", "qwen3_moe", "gemma4")
+        pytest.param(name, marks=() if name in ("gpt_oss", "llama4") else pytest.mark.exact)
+        for name in ("gpt_oss", "llama4", "llama", "qwen3", "gemma3", "qwen3_moe", "gemma4")
     ],
 )
 def test_prompts_are_replayed_too(family):
