@@ -151,6 +151,18 @@ def _gemma3(sizes: Sizes) -> PreTrainedConfig:
     )
 
 
+def _gemma2(sizes: Sizes) -> PreTrainedConfig:
+    """Scores and logits have soft caps."""
+    return transformers.Gemma2Config(
+        **sizes.layered,
+        sliding_window=sizes.window,
+        layer_types=_alternating(sizes, _SLIDING),
+        query_pre_attn_scalar=sizes.head_dim,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=30.0,
+    )
+
+
 def _gemma4(sizes: Sizes) -> PreTrainedConfig:
     """Its last two layers have no K and V of their own, its full ones have wider heads."""
     return transformers.Gemma4TextConfig(
@@ -289,6 +301,7 @@ FAMILIES: dict[str, Family] = {
     "bamba": Family(_bamba, 4, fill_family),
     "jamba": Family(_jamba, 4, fill_family),
     "gpt_oss": Family(_gpt_oss, 4, fill_family, has_window=True),
+    "gemma2": Family(_gemma2, 4, fill_family, has_window=True),
     "gemma3": Family(_gemma3, 4, fill_family, has_window=True),
     "gemma4": Family(_gemma4, 6, fill_family, has_window=True),
     "llama4": Family(_llama4, 4, fill_family, has_window=True),

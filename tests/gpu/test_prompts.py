@@ -52,6 +52,17 @@ def test_they_are_a_plain_softmax(device, gather_pages, dtype, page_size, head_d
         require_packed(Packing(prompts.gather_plainly, has_sinks), kv, num_heads)
 
 
+@pytest.mark.parametrize("head_dims", [(128, 128), (256, 256), (192, 128), (36, 20)], ids=str)
+def test_those_with_soft_caps_are_too(device, gather_pages, head_dims):
+    from services.engine.torch.attention.prompt_kernel import attend_rows
+
+    for dtype in DTYPES:
+        shape = PageShape(3, 2, 16, *head_dims)
+        kv = PagedKv(torch.zeros(shape.page_numbers, dtype=dtype, device=open_device(device)), shape)
+        for has_sinks in (False, True):
+            require_packed(Packing(gather_pages, has_sinks, attend_rows), kv, num_heads=4)
+
+
 def of_lengths(spans, page_size):
     chunks, next_page = [], 0
     for start, length in spans:

@@ -291,7 +291,8 @@ class Pools:
         kv = [pool.kv for pool in self._paged]
         heads = [_num_heads(probed, group) for group in (full, *windowed)]
         self._in_place = choose_in_place(kv, heads) if by_kernels else (None,) * len(kv)
-        packings = choose_packings(kv, heads) if by_kernels else ()
+        are_capped = [_are_capped(probed, group) for group in (full, *windowed)]
+        packings = choose_packings(kv, heads, are_capped) if by_kernels else ()
         self.layers = PagedLayers(kv, self._in_place, _places(probed, self.layout.groups), packings)
 
     @property
@@ -336,6 +337,10 @@ def _kept_in(groups: Sequence[KvGroup], kv_dtype: KvDtype | None) -> Sequence[Kv
 def _num_heads(probed: ProbeResult, group: KvGroup) -> frozenset[int]:
     """Return the counts of query heads, which may differ between layers whose K and V have equal shapes."""
     return frozenset(call.num_heads for call in probed.calls if call.layer_idx in group.layer_ids)
+
+
+def _are_capped(probed: ProbeResult, group: KvGroup) -> bool:
+    return any(call.is_capped for call in probed.calls if call.layer_idx in group.layer_ids)
 
 
 def _places(probed: ProbeResult, groups: Sequence[KvGroup]) -> dict[int, LayerPlace]:

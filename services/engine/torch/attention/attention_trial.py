@@ -61,6 +61,7 @@ _WAYS = (
     _Way(softcap=5.0, has_sinks=True),
 )
 
+_CAPPED_WAYS = tuple(way for way in _WAYS if way.softcap is not None)
 _PACKED_WAYS = (_WAYS[0], _WAYS[1], _Way(Reach(0, GroupKind.CHUNKED_WINDOW, 90)))
 
 
@@ -222,7 +223,8 @@ def require_packed(packing: Packing, kv: PagedKv, num_heads: int) -> None:
     Layers have sinks where `packing` supports those. Raises KernelWrong, and any exception of the compiler
     and the kernel.
     """
-    for way, spans in itertools.product(_PACKED_WAYS, (_SPANS, _WHOLE_SPANS)):
+    ways = _PACKED_WAYS if packing.attend is None else (*_PACKED_WAYS, *_CAPPED_WAYS)
+    for way, spans in itertools.product(ways, (_SPANS, _WHOLE_SPANS)):
         tried = replace(way, has_sinks=packing.has_sinks)
         example = _example(kv, num_heads, _prompts(kv.shape.page_size, spans), tried)
         excess = _excess(_attend(example, None, packing).cpu(), _attend_plainly(example))

@@ -1,8 +1,8 @@
 """A Triton kernel copies the K and V that prompts see out of their pages and packs them, on a GPU.
 
-Each program copies K and V of one page and one KV head. It only widens numbers of pages whose type is smaller
-than the model's, which is exact. Values that change from step to step do not specialize the kernel, as in
-gpu_attention_kernel.py.
+Each program copies K and V of one page and one KV head; a latent has no V. It only widens numbers of pages
+whose type is smaller than the model's, which is exact. Values that change from step to step do not specialize
+the kernel, as in gpu_attention_kernel.py.
 """
 
 from functools import cache
@@ -56,10 +56,11 @@ def _gather_page(
         of_keys = tl.load(keys_from + slots[:, None] * HEAD_DIM + columns[None, :], mask=is_key)
         keys_to = keys + places[:, None] * HEAD_DIM + columns[None, :]
         tl.store(keys_to, of_keys.to(keys.dtype.element_ty), mask=is_key)
-        is_value = is_slot & (v_columns[None, :] < V_HEAD_DIM)
-        of_values = tl.load(values_from + slots[:, None] * V_HEAD_DIM + v_columns[None, :], mask=is_value)
-        values_to = values + places[:, None] * V_HEAD_DIM + v_columns[None, :]
-        tl.store(values_to, of_values.to(values.dtype.element_ty), mask=is_value)
+        if V_HEAD_DIM:
+            is_value = is_slot & (v_columns[None, :] < V_HEAD_DIM)
+            of_values = tl.load(values_from + slots[:, None] * V_HEAD_DIM + v_columns[None, :], mask=is_value)
+            values_to = values + places[:, None] * V_HEAD_DIM + v_columns[None, :]
+            tl.store(values_to, of_values.to(values.dtype.element_ty), mask=is_value)
 
 
 def gather_pages(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,7 @@ def gather_pages(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tup
 @cache
 def page_constants(shape: PageShape) -> dict[str, int]:
     _, num_kv_heads, page_size, head_dim, v_head_dim = shape
-    columns, v_columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(v_head_dim)
+    columns, v_columns = triton.next_power_of_2(head_dim), triton.next_power_of_2(max(1, v_head_dim))
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "PAGE_SIZE": page_size,

@@ -238,8 +238,8 @@ def _within_float8(numbers):
     return tl.where(numbers < -448.0, -448.0, numbers)
 
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
+FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+IS_INTERPRETED = not isinstance(_attend_part, triton.JITFunction)
 
 
 def attend_parts(
@@ -257,7 +257,7 @@ def attend_parts(
     """
     num_heads = query.shape[1]
     query = query.contiguous()
-    sinks = _sinks(scores, num_heads, query.device)
+    sinks = sinks_of(scores, num_heads, query.device)
     with torch.cuda.device_of(query):  # Triton launches on the current device.
         for is_wide, num_programs, rows in zip((0, 1), view.grid, rows_of(kv, num_heads), strict=True):
             if num_programs == 0:
@@ -289,11 +289,11 @@ def attend_parts(
             sinks,
             output,
             V_HEAD_DIM=kv.shape.v_head_dim,
-            V_COLUMNS=_columns(kv.shape.v_head_dim),
+            V_COLUMNS=columns_of(kv.shape.v_head_dim),
         )
 
 
-def _sinks(scores: Scores, num_heads: int, device: torch.device) -> Tensor:
+def sinks_of(scores: Scores, num_heads: int, device: torch.device) -> Tensor:
     if scores.sinks is None:
         return _no_sinks(num_heads, device)
     return scores.sinks.float()
@@ -314,8 +314,8 @@ def store_kv(
     if len(rows) == 0:
         return
     constants = store_constants(kv.shape)
-    keys, key_strides = _in_units(keys, constants["KEY_UNIT"])
-    values, value_strides = _in_units(values, constants["VALUE_UNIT"])
+    keys, key_strides = in_units(keys, constants["KEY_UNIT"])
+    values, value_strides = in_units(values, constants["VALUE_UNIT"])
     with torch.cuda.device_of(keys):
         _store_kv[len(rows), -(-kv.shape.num_kv_heads // constants["HEADS"])](
             keys,
@@ -333,7 +333,7 @@ def store_kv(
         )
 
 
-def _in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
+def in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
     """Return [total, num_heads, dim] in the kernel's layout, and the strides of rows and heads in units.
 
     The kernel is compiled for starts at multiples of 16 bytes, and for units. Other tensors are copied.
@@ -348,7 +348,7 @@ def _in_units(numbers: Tensor, unit: int) -> tuple[Tensor, tuple[int, int]]:
 @cache
 def store_constants(shape: PageShape) -> dict[str, Any]:
     _, num_kv_heads, page_size, head_dim, v_head_dim = shape
-    columns, v_columns = _columns(head_dim), _columns(v_head_dim)
+    columns, v_columns = columns_of(head_dim), columns_of(v_head_dim)
     heads: int = triton.next_power_of_2(num_kv_heads)
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -368,7 +368,7 @@ def part_constants(
     shape: PageShape, dtype: torch.dtype, num_heads: int, rows: int, is_wide: int, tuning: Tuning = TUNING
 ) -> dict[str, Any]:
     _, num_kv_heads, page_size, head_dim, v_head_dim = shape
-    columns, v_columns = _columns(head_dim), _columns(v_head_dim)
+    columns, v_columns = columns_of(head_dim), columns_of(v_head_dim)
     widest = max(columns, v_columns)
     return {
         "NUM_KV_HEADS": num_kv_heads,
@@ -381,7 +381,7 @@ def part_constants(
         "V_COLUMNS": v_columns,
         "SLOTS": max(16, min(tuning.max_slots, tuning.tile_bytes // (widest * dtype.itemsize))),
         # The interpreter multiplies the bits of bfloat16 as integers, so there it is widened.
-        "FACTOR": tl.float32 if _IS_INTERPRETED else _DTYPES[dtype],
+        "FACTOR": tl.float32 if IS_INTERPRETED else FACTORS[dtype],
         "WIDE": is_wide,
     }
 
@@ -392,6 +392,6 @@ def _factor(kv: PagedKv) -> torch.dtype:
     return torch.float16 if kv.widened is not None and is_half else kv.compute_dtype
 
 
-def _columns(head_dim: int) -> int:
+def columns_of(head_dim: int) -> int:
     columns: int = max(16, triton.next_power_of_2(head_dim))
     return columns

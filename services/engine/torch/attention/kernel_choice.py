@@ -6,7 +6,8 @@ only torch. If not, the gather path serves them, too, as it serves all chunks of
 latents. The gather path is checked first (attention_trial.py). With the kernel comes one that stores K and V,
 if its result is equal to the bit; otherwise torch stores them. (A kernel that breaks the CUDA context ends
 the process, as torch cannot continue either.) Chunks of several tokens are packed (prompts.py) if that is
-right, too.
+right, too: with torch's flash attention, or with a kernel of ours where layers have soft caps or K and V have
+different widths.
 """
 
 import logging
@@ -25,7 +26,14 @@ from services.engine.torch.attention.attention_trial import (
 )
 from services.engine.torch.attention.page_pieces import TUNING, OnDevice, Read, StoreKv, pieces_of
 from services.engine.torch.attention.paged_kv import PagedKv
-from services.engine.torch.attention.prompts import GatherPages, Packing, gather_plainly, is_packable
+from services.engine.torch.attention.prompts import (
+    AttendRows,
+    GatherPages,
+    Packing,
+    gather_plainly,
+    is_for_flash,
+    is_half,
+)
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace
 from services.values.kv import PageId
 
@@ -107,22 +115,27 @@ def _storing(kv: PagedKv) -> StoreKv | None:
 
 
 def choose_packings(
-    pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]]
+    pools: Sequence[PagedKv], num_heads: Sequence[frozenset[int]], are_capped: Sequence[bool]
 ) -> tuple[Packing | None, ...]:
-    """Choose for each pool how its prompts attend together; None means one by one."""
-    return tuple(_packing(kv, heads) for kv, heads in zip(pools, num_heads, strict=True))
+    """Choose for each pool how its prompts attend together; None means one by one.
+
+    `are_capped` has whether layers of each pool have soft caps.
+    """
+    return tuple(_packing(*each) for each in zip(pools, num_heads, are_capped, strict=True))
 
 
-def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
+def _packing(kv: PagedKv, num_heads: frozenset[int], is_capped: bool) -> Packing | None:
     device = kv.numbers.device
-    if device.type != "cuda" or not is_packable(kv):
+    if device.type != "cuda" or not is_half(kv):
         return None
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return None
-    packing, gather = None, _gathering(kv)
+    if kv.is_latent:  # What is attended to is known to the model alone: each graph's trial tries it.
+        return Packing(_gathering(kv))
+    packing, gather, by_flash = None, _gathering(kv), is_for_flash(kv) and not is_capped
     for has_sinks in (False, True):
         try:
-            tried = Packing(gather, has_sinks)
+            tried = Packing(gather, has_sinks, None if by_flash else _attending_by_rows())
             for heads in num_heads:
                 require_packed(tried, kv, heads)
         except Exception as error:  # The reason is the same as above.
@@ -130,6 +143,12 @@ def _packing(kv: PagedKv, num_heads: frozenset[int]) -> Packing | None:
             break
         packing = tried
     return packing
+
+
+def _attending_by_rows() -> AttendRows:
+    from services.engine.torch.attention.prompt_kernel import attend_rows
+
+    return attend_rows
 
 
 def _gathering(kv: PagedKv) -> GatherPages:

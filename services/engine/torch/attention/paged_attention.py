@@ -32,7 +32,8 @@ latents to the cache, expands what it gets back, and attends to that: so the cac
 sequences of the step, one after the other. A latent is a group with one KV head and no values; the latents of
 a token (the one of keys and values, and the rotated key) lie side by side in its slot. Each step expands the
 whole context of each sequence, layer by layer. That is cheap beside a long chunk, and expensive for single
-tokens of long contexts.
+tokens of long contexts. In a graph the step has room for a fixed number of tokens of contexts, which are
+gathered at once and attended to by flash attention.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ from transformers import AttentionInterface
 from services.engine.torch.attention.cpu_attention_kernel import Floats, attend_pages, store_tokens
 from services.engine.torch.attention.page_pieces import PartsView
 from services.engine.torch.attention.paged_kv import Scores
-from services.engine.torch.attention.prompts import attend_packed
+from services.engine.torch.attention.prompts import attend_packed, attend_to
 from services.engine.torch.attention.step_view import (
     ChunkView,
     InPlaceView,
@@ -172,12 +173,17 @@ def _weights(products: Tensor, seen: Tensor, scores: Scores) -> Tensor:
 def store_and_gather(view: StepView, layer_idx: int, *latents: Tensor) -> tuple[Tensor, ...]:
     """Store the step's latents, each [1, 1, total, its width], and return those of all contexts, in order.
 
-    Each result is [1, 1, the contexts' tokens, its width].
+    Each result is [1, 1, the contexts' tokens, its width]; a step of fixed size has room for more tokens.
     """
     of_reach, index = view.of_layer(layer_idx)
     keys, _ = of_reach.kv.layer(index)
     store(torch.cat(latents, dim=-1), keys, of_reach)
-    gathered = torch.cat([gather(keys, chunk) for chunk in of_reach.chunks], dim=1)[None]
+    if of_reach.static_packed is not None:
+        (call,) = of_reach.static_packed.calls
+        packed, _ = of_reach.static_packed.packing.gather(call.reads, call.num_seen, of_reach.kv, index)
+        gathered = packed.transpose(0, 1)[None]
+    else:
+        gathered = torch.cat([gather(keys, chunk) for chunk in of_reach.chunks], dim=1)[None]
     each: tuple[Tensor, ...] = gathered.split([latent.shape[-1] for latent in latents], dim=-1)
     return each
 
@@ -292,6 +298,11 @@ def _attend_by_chunks(query: Tensor, view: ReachView, layer: int, scores: Scores
 def _attend_to_contexts(
     query: Tensor, keys: Tensor, values: Tensor, view: ReachView, scores: Scores
 ) -> Tensor:
+    if view.static_packed is not None:
+        (call,) = view.static_packed.calls
+        return attend_to(
+            call, view.static_packed, query, keys.transpose(0, 1), values.transpose(0, 1), scores
+        )
     output = query.new_empty(*query.shape[:2], values.shape[2])
     for chunk, context in contexts(view):
         rows = slice(chunk.offset, chunk.offset + chunk.length)

@@ -8,9 +8,10 @@ they read. `attend_packed` runs in each layer:
 2. It calls varlen_attn once: each row sees its chunk's tokens up to itself.
 3. It subtracts the share of sinks, which follows from the log-sum-exps.
 
-It supports half precision, with sliding windows or none. Everything else attends chunk by chunk
-(paged_attention.py). When the runner starts, it tries whether the result is right on this device
-(kernel_choice.py).
+Where windows are chunks of the sequence, each window's tokens are a chunk of their own. Flash attention has
+no soft caps, and one width for K and V: prompt_kernel.py computes layers with others. Both need half
+precision. Everything else attends chunk by chunk (paged_attention.py). When the runner starts, it tries
+whether the result is right on this device (kernel_choice.py).
 """
 
 import inspect
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.functional import pad
 
 from services.engine.torch.attention.page_pieces import Read
 from services.engine.torch.attention.paged_kv import PagedKv, Scores
@@ -41,6 +43,9 @@ _FEWER_HEADS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_
 
 # The arguments are those of gather_kernel.gather_pages: reads, num_tokens, the pool, layer.
 GatherPages = Callable[[Tensor, int, PagedKv, int], tuple[Tensor, Tensor]]
+# The arguments are those of prompt_kernel.attend_rows: queries, keys, values, row_starts, seen_starts,
+# longest, window, scores.
+AttendRows = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, Scores], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class Packing:
 
     gather: GatherPages
     has_sinks: bool = True
+    attend: AttendRows | None = None  # With None it is torch's flash attention, which has no soft caps.
 
 
 class PlacedRead(NamedTuple):
@@ -84,7 +90,8 @@ class PackedView:
     window: int  # A row sees so many tokens, itself included; 0 means all.
 
     def serves(self, scores: Scores) -> bool:
-        return scores.softcap is None and (scores.sinks is None or self.packing.has_sinks)
+        by_flash = self.packing.attend is None
+        return not (by_flash and scores.softcap) and (scores.sinks is None or self.packing.has_sinks)
 
 
 def gather_plainly(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> tuple[Tensor, Tensor]:
@@ -97,14 +104,14 @@ def gather_plainly(reads: Tensor, num_tokens: int, kv: PagedKv, layer: int) -> t
     return keys, values
 
 
-def is_packable(kv: PagedKv) -> bool:
+def is_half(kv: PagedKv) -> bool:
+    return kv.compute_dtype in _FLASH_DTYPES
+
+
+def is_for_flash(kv: PagedKv) -> bool:
     """Return whether flash attention supports the pool's layout, if the GPU is new enough."""
     _, _, _, head_dim, v_head_dim = kv.shape
-    return (
-        kv.compute_dtype in _FLASH_DTYPES
-        and v_head_dim == head_dim <= _MOST_FLASH_DIM
-        and head_dim % _FLASH_DIM_STEP == 0
-    )
+    return is_half(kv) and v_head_dim == head_dim <= _MOST_FLASH_DIM and head_dim % _FLASH_DIM_STEP == 0
 
 
 def pack_chunks(placed: Sequence[PlacedRead], kv: PagedKv, packing: Packing, window: int) -> PackedView:
@@ -174,14 +181,14 @@ def attend_packed(
     layer: int,
     scores: Scores,
 ) -> Tensor:
-    """Return the attention [total, num_heads, head_dim]; rows of no chunk are uninitialized.
+    """Return the attention [total, num_heads, v_head_dim]; rows of no chunk are uninitialized.
 
     `queries` are [total, num_heads, head_dim]. `own` are the step's K and V [total, num_kv_heads, head_dim],
     where the layer has stored all of them.
     """
     if len(view.calls) == 1 and view.calls[0].rows == slice(0, len(queries)):
         return _attend(view.calls[0], view, queries, own, kv, layer, scores)
-    output = queries.new_empty(queries.shape)
+    output = queries.new_empty(*queries.shape[:2], kv.shape.v_head_dim)
     for chunks in view.calls:
         output[chunks.rows] = _attend(chunks, view, queries[chunks.rows], own, kv, layer, scores)
     return output
@@ -200,6 +207,19 @@ def _attend(
         keys, values = (numbers[chunks.rows] for numbers in own)
     else:
         keys, values = view.packing.gather(chunks.reads, chunks.num_seen, kv, layer)
+    return attend_to(chunks, view, queries, keys, values, scores)
+
+
+def attend_to(
+    chunks: PackedChunks, view: PackedView, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores
+) -> Tensor:
+    """Let the chunks' rows attend to the K and V that they see, [at least num_seen, num_kv_heads, ..]."""
+    if view.packing.attend is not None:
+        starts = chunks.row_starts, chunks.seen_starts
+        return view.packing.attend(queries, keys, values, *starts, chunks.longest, view.window, scores)
+    width = values.shape[2]
+    if width < keys.shape[2]:  # Flash attention has one width for both.
+        values = pad(values, (0, keys.shape[2] - width))
     attended = varlen_attn(
         _aligned(queries),
         _aligned(keys),
@@ -214,12 +234,12 @@ def _attend(
         **_FEWER_HEADS,
     )
     if scores.sinks is None:
-        output: Tensor = attended
+        output: Tensor = attended[..., :width]
         return output
     output, log_sums = attended
     # The log-sum-exps are [num_heads, total], although torch's documentation states otherwise.
     shares = torch.sigmoid(log_sums - scores.sinks[:, None])
-    return output.mul_(shares.transpose(0, 1)[..., None])
+    return output[..., :width].mul_(shares.transpose(0, 1)[..., None])
 
 
 def _aligned(numbers: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class AttentionCall:
     is_stored: bool  # Otherwise another layer has stored them.
     shape: AttentionShape
     num_heads: int
+    is_capped: bool = False  # Its scores have a soft cap.
 
 
 @dataclass(frozen=True, slots=True)

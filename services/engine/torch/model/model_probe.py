@@ -167,7 +167,13 @@ class _Probe:
     get_query_offset = get_seq_length
 
     def attends(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        is_capped: bool,
     ) -> None:
         is_stored = self._pending is not None
         kept, self._pending = self._pending or self._kept_by_another(key), None
@@ -177,7 +183,7 @@ class _Probe:
         else:
             kept.shape = AttentionShape(kind, width, *_kept_dims(kept, key, value), kept.key.dtype)
         assert kept.shape is not None
-        self._calls.append(AttentionCall(kept.layer_idx, is_stored, kept.shape, query.shape[1]))
+        self._calls.append(AttentionCall(kept.layer_idx, is_stored, kept.shape, query.shape[1], is_capped))
 
     def _kept_by_another(self, key: Tensor) -> _KeptTensors:
         for kept in self._kept.values():
@@ -276,9 +282,10 @@ def _attention_to_probe(
     *,
     probe: _Probe,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    probe.attends(module, query, key, value, sliding_window)
+    probe.attends(module, query, key, value, sliding_window, softcap is not None)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

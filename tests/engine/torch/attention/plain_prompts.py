@@ -49,6 +49,20 @@ def varlen_plainly(
     return output, torch.cat(log_sums, dim=1).float()
 
 
+def attend_rows_plainly(query, keys, values, row_starts, seen_starts, longest, window, scores):
+    """The arguments are those of prompt_kernel.attend_rows, the sums are in float64; other rows get 0."""
+    assert max(row_starts.diff().tolist()) <= longest
+    output = query.new_zeros(*query.shape[:2], values.shape[2])
+    for i in range(len(row_starts) - 1):
+        rows, seen = slice(*row_starts[i : i + 2]), slice(*seen_starts[i : i + 2])
+        if seen.start < seen.stop:
+            size = (window - 1, 0) if window else (-1, 0)
+            output[rows] = _attend(query[rows], keys[seen], values[seen], scores.scaling, size, scores)[0].to(
+                query.dtype
+            )
+    return output
+
+
 def numbers_are_aligned(*tensors):
     return all(
         numbers.stride(-1) == 1
@@ -57,10 +71,12 @@ def numbers_are_aligned(*tensors):
     )
 
 
-def _attend(query, key, value, scale, window_size):
+def _attend(query, key, value, scale, window_size, capped=None):
     group = query.shape[1] // key.shape[1]
     keys, values = (numbers.double().repeat_interleave(group, 1) for numbers in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    if capped is not None and capped.softcap:
+        scores = capped.softcap * torch.tanh(scores / capped.softcap)
     own = torch.arange(len(query))[:, None] + len(key) - len(query)
     other = torch.arange(len(key))
     before, after = window_size
@@ -68,4 +84,8 @@ def _attend(query, key, value, scale, window_size):
     if before >= 0:
         is_seen &= other >= own - before
     scores.masked_fill_(~is_seen, -math.inf)
+    if capped is not None and capped.sinks is not None:
+        sinks = capped.sinks.double()[:, None, None].expand(-1, len(query), 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.einsum("hqk,khd->qhd", weights, values), None
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values), scores.logsumexp(-1)

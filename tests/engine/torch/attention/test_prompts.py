@@ -1,6 +1,7 @@
 """Prompts that attend together: the tables, what is done with flash attention, and who is left out."""
 
 import logging
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
 from engine.torch.attention.paging import empty, reach_view_of
-from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
+from engine.torch.attention.plain_prompts import attend_rows_plainly, gather_plainly, varlen_plainly
 from engine.torch.attention.reach_cases import CHUNKED, cases, chunk_of, expected, made_of
 from engine.torch.attention.reach_cases import attended as attended_by
 from engine.torch.sequences import Carried, PageTables, Sequence, generate
@@ -23,7 +24,7 @@ from services.engine.torch.attention.attention_trial import KernelWrong, require
 from services.engine.torch.attention.kernel_choice import choose_packings
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape, Scores
-from services.engine.torch.attention.prompts import Packing, is_packable
+from services.engine.torch.attention.prompts import Packing, is_for_flash
 from services.engine.torch.attention.step_view import Reach
 from services.engine.torch.runner import TorchRunner
 from services.kv.tails import PoolSizes
@@ -76,6 +77,15 @@ def test_each_token_attends_to_what_it_sees(case, gather, packed_bytes, in_parts
         check(case, on_device, Packing(gather))
 
 
+@given(case=cases(), packed_bytes=st.sampled_from([1, 4000, 1 << 20]), in_parts=st.booleans())
+def test_soft_caps_and_two_widths_are_for_a_kernel_of_ours(case, packed_bytes, in_parts):
+    on_device = OnDevice(attend_parts_plainly, 2 * case.group, num_programs=16) if in_parts else None
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prompts, "_PACKED_BYTES", packed_bytes)
+        patched.setattr(prompts, "varlen_attn", reads_nothing)
+        check(case, on_device, Packing(gather_plainly, attend=attend_rows_plainly))
+
+
 def reads_nothing(*_):
     raise AssertionError("nothing is to be gathered")
 
@@ -116,12 +126,14 @@ def test_who_attends_together(subtests, flash):
         assert view_of([prompt], Reach(0, CHUNKED, 20)).packed.calls[0].are_whole
     with subtests.test("so does all where packing was not chosen"):
         assert view_of([prompt], packing=None).packed is None
-    with subtests.test("soft caps do, and sinks where they were found wrong"):
+    with subtests.test("soft caps do with flash attention, and sinks where they were found wrong"):
         packed = view_of([prompt], packing=replace(PACKING, has_sinks=False)).packed
         assert packed.serves(Scores(1.0))
         assert not packed.serves(Scores(1.0, softcap=3.0))
         assert not packed.serves(Scores(1.0, sinks=torch.zeros(4)))
         assert view_of([prompt]).packed.serves(Scores(1.0, sinks=torch.zeros(4)))
+        by_rows = view_of([prompt], packing=replace(PACKING, attend=attend_rows_plainly)).packed
+        assert by_rows.serves(Scores(1.0, softcap=3.0))
 
 
 def test_of_whole_prompts_nothing_is_gathered(flash):
@@ -152,18 +164,21 @@ def test_numbers_that_flash_attention_cannot_read_are_copied():
         assert aligned.is_contiguous()
 
 
-def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(9, 0)):
+def on_a_gpu(monkeypatch, kernel, dtype=torch.bfloat16, head_dim=8, capability=(9, 0), v_head_dim=None):
     """A pool that says it is on a GPU; it is tried on the CPU."""
-    pool = empty(PageShape(3, 2, 16, head_dim, head_dim), num_pages=2, dtype=dtype)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    num_kv_heads = 2 if v_head_dim else 1
+    pool = empty(PageShape(3, num_kv_heads, 16, head_dim, v_head_dim), num_pages=2, dtype=dtype)
     monkeypatch.setattr(kernel_choice, "require_gathered", lambda tried, kv: require_gathered(tried, pool))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(
         kernel_choice, "require_packed", lambda tried, kv, heads: require_packed(tried, pool, heads)
     )
     module = SimpleNamespace(gather_pages=kernel)
-    monkeypatch.setitem(__import__("sys").modules, "services.engine.torch.attention.gather_kernel", module)
+    monkeypatch.setitem(sys.modules, "services.engine.torch.attention.gather_kernel", module)
     numbers = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype)
-    return SimpleNamespace(numbers=numbers, shape=pool.shape, compute_dtype=dtype)
+    is_latent = pool.is_latent
+    return SimpleNamespace(numbers=numbers, shape=pool.shape, compute_dtype=dtype, is_latent=is_latent)
 
 
 def of_another_layer(reads, num_tokens, kv, layer):
@@ -187,8 +202,8 @@ def flash_of(change, monkeypatch):
 def test_what_is_chosen_on_a_gpu(subtests, caplog):
     with subtests.test("what is right"), pytest.MonkeyPatch.context() as patched:
         cuda = on_a_gpu(patched, gather_plainly)
-        assert choose_packings([cuda], [HEADS]) == (Packing(gather_plainly),)
-        assert choose_packings([cuda], [frozenset({2, 8})]) == (Packing(gather_plainly),)
+        assert choose_packings([cuda], [HEADS], [False]) == (Packing(gather_plainly),)
+        assert choose_packings([cuda], [frozenset({2, 8})], [False]) == (Packing(gather_plainly),)
         assert not caplog.records
     for kernel in [of_another_layer, of_whole_pages, does_not_compile]:
         with (
@@ -196,7 +211,9 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
             pytest.MonkeyPatch.context() as patched,
         ):
             caplog.clear()
-            assert choose_packings([on_a_gpu(patched, kernel)], [HEADS]) == (Packing(prompts.gather_plainly),)
+            assert choose_packings([on_a_gpu(patched, kernel)], [HEADS], [False]) == (
+                Packing(prompts.gather_plainly),
+            )
             (record,) = caplog.records
             assert record.levelno == logging.WARNING
             assert record.getMessage().startswith("gather_kernel_unusable error=")
@@ -210,7 +227,7 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
             cuda = on_a_gpu(patched, gather_plainly)
             flash_of(change, patched)
             caplog.clear()
-            assert choose_packings([cuda], [HEADS]) == (None,)
+            assert choose_packings([cuda], [HEADS], [False]) == (None,)
             (record,) = caplog.records
             assert record.getMessage().startswith("prompts_not_packed sinks=False error=KernelWrong")
     with subtests.test("without sinks where those are wrong"), pytest.MonkeyPatch.context() as patched:
@@ -222,9 +239,35 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
             return output if return_aux is None else (output, torch.zeros(output.shape[1], len(output)))
 
         patched.setattr(prompts, "varlen_attn", no_log_sums)
-        assert choose_packings([cuda], [HEADS]) == (Packing(gather_plainly, has_sinks=False),)
+        assert choose_packings([cuda], [HEADS], [False]) == (Packing(gather_plainly, has_sinks=False),)
         (record,) = caplog.records
         assert record.getMessage().startswith("prompts_not_packed sinks=True error=KernelWrong")
+
+
+def test_what_is_chosen_for_soft_caps(subtests, monkeypatch, caplog):
+    def uncapped(*tables_and_scores):
+        *tables, scores = tables_and_scores
+        return attend_rows_plainly(*tables, Scores(scores.scaling, None, scores.sinks))
+
+    cuda = on_a_gpu(monkeypatch, gather_plainly)
+    narrow = on_a_gpu(monkeypatch, gather_plainly, v_head_dim=4)
+    for kernel, is_right in [(attend_rows_plainly, True), (uncapped, False), (does_not_compile, False)]:
+        module = SimpleNamespace(attend_rows=kernel)
+        monkeypatch.setitem(sys.modules, "services.engine.torch.attention.prompt_kernel", module)
+        chosen = Packing(gather_plainly, attend=kernel) if is_right else None
+        for pool, is_capped in [(cuda, True), (narrow, False), (narrow, True)]:
+            with subtests.test(kernel=kernel, is_capped=is_capped):
+                caplog.clear()
+                assert choose_packings([pool], [HEADS], [is_capped]) == (chosen,)
+                assert is_right or caplog.text.count("prompts_not_packed sinks=False error=") == 1
+        assert choose_packings([cuda], [HEADS], [False]) == (Packing(gather_plainly),)
+
+
+def test_a_latent_is_only_gathered(monkeypatch, flash):
+    """Keys and values, which are made of it, are tried in each graph."""
+    latent = on_a_gpu(monkeypatch, gather_plainly, v_head_dim=0)
+    assert choose_packings([latent], [HEADS], [False]) == (Packing(gather_plainly),)
+    assert not flash
 
 
 def test_what_flash_attention_does_not_take_is_not_tried(monkeypatch):
@@ -234,10 +277,14 @@ def test_what_flash_attention_does_not_take_is_not_tried(monkeypatch):
         {"head_dim": 264},
         {"capability": (7, 5)},
     ]:
-        assert choose_packings([on_a_gpu(monkeypatch, does_not_compile, **settings_of)], [HEADS]) == (None,)
-    assert choose_packings([empty(PageShape(3, 2, 16, 8, 8), dtype=torch.bfloat16)], [HEADS]) == (None,)
+        assert choose_packings(
+            [on_a_gpu(monkeypatch, does_not_compile, **settings_of)], [HEADS], [False]
+        ) == (None,)
+    assert choose_packings([empty(PageShape(3, 2, 16, 8, 8), dtype=torch.bfloat16)], [HEADS], [False]) == (
+        None,
+    )
     for dims, packable_ in [((8, 8), True), ((256, 256), True), ((192, 128), False), ((576, 0), False)]:
-        assert is_packable(empty(PageShape(1, 1, 16, *dims), dtype=torch.float16)) == packable_
+        assert is_for_flash(empty(PageShape(1, 1, 16, *dims), dtype=torch.float16)) == packable_
 
 
 @pytest.mark.exact
@@ -255,7 +302,7 @@ def test_greedy_output_is_that_of_transformers(family, in_parts, flash, monkeypa
             for heads in num_heads
         ],
     )
-    monkeypatch.setattr(runner_pools, "choose_packings", lambda pools, num_heads: [PACKING] * len(pools))
+    monkeypatch.setattr(runner_pools, "choose_packings", lambda pools, *_: [PACKING] * len(pools))
     directory = tiny_checkpoint(family)
     sizes = PoolSizes(max_running_requests=6, chunk_size=160)
     runner = TorchRunner(directory, num_pages=128, page_size=16, sizes=sizes, self_check=False)

@@ -13,7 +13,7 @@ import services.engine.torch.model.packed_model as packed_model
 import services.engine.torch.pools as runner_pools
 from bench.families import FAMILIES
 from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
-from engine.torch.attention.plain_prompts import gather_plainly, varlen_plainly
+from engine.torch.attention.plain_prompts import attend_rows_plainly, gather_plainly, varlen_plainly
 from engine.torch.graphs import tape
 from exactness.checkpoints import tiny_checkpoint
 from services.engine.paged.model_runner import Chunk, TailPages
@@ -50,11 +50,13 @@ def as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(packed_model, name, lambda model: None)
     monkeypatch.setattr(packed_model, "forward_in_place", lambda *_: None)
     attend = tape.recorded(attend_parts_plainly)
-    packing = Packing(tape.recorded(gather_with_room))
+    gather, by_rows = tape.recorded(gather_with_room), tape.recorded(attend_rows_plainly)
     monkeypatch.setattr(prompts, "varlen_attn", tape.recorded(varlen_with_room))
-    monkeypatch.setattr(
-        runner_pools, "choose_packings", lambda pools, num_heads: tuple(packing for _ in pools)
-    )
+
+    def choose_packings(pools, num_heads, are_capped):
+        return tuple(Packing(gather, attend=by_rows if is_capped else None) for is_capped in are_capped)
+
+    monkeypatch.setattr(runner_pools, "choose_packings", choose_packings)
 
     def choose(pools, num_heads):
         return tuple(

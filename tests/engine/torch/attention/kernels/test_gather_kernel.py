@@ -46,7 +46,7 @@ def reads_of_chunks(draw, page_size):
 @given(
     data=st.data(),
     page_size=st.sampled_from([1, 7, 16, 64]),
-    head_dims=st.sampled_from([(8, 8), (128, 128), (80, 80), (256, 256), (24, 16)]),
+    head_dims=st.sampled_from([(8, 8), (128, 128), (80, 80), (256, 256), (24, 16), (72, 0)]),
     dtypes=st.sampled_from(
         [
             (torch.bfloat16, None),
@@ -89,6 +89,7 @@ def test_it_compiles_for_gpus(capability, tmp_path):
         ("bf16", "bf16", 1, 256, 256),
         ("fp16", "fp16", 7, 80, 80),
         ("fp32", "fp32", 48, 64, 96),
+        ("bf16", "bf16", 64, 576, 0),
     ]
     if capability > 80:  # older GPUs cannot widen it
         cases.append(("fp8e4nv", "bf16", 64, 128, 128))

@@ -42,9 +42,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 0.002}
 
 @pytest.fixture(scope="module")
 def attend_parts():
-    from services.engine.torch.attention.gpu_attention_kernel import _IS_INTERPRETED, attend_parts
+    from services.engine.torch.attention.gpu_attention_kernel import IS_INTERPRETED, attend_parts
 
-    assert _IS_INTERPRETED, "TRITON_INTERPRET=1 must be set before anyone imports Triton"
+    assert IS_INTERPRETED, "TRITON_INTERPRET=1 must be set before anyone imports Triton"
     return attend_parts
 
 
