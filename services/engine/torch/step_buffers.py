@@ -24,21 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.cpu_attention_kernel import PagePieces, Slots
+from services.engine.torch.attention.cpu_attention_kernel import Slots
 from services.engine.torch.attention.page_pieces import (
     GrowingPieces,
-    OnDevice,
     Outline,
     PartsView,
     PieceParts,
     cut_pieces,
     outline_of,
     pieces_of,
-    rows_of,
 )
 from services.engine.torch.attention.prompts import PackedChunks, PackedView, PlacedRead, tables_of
 from services.engine.torch.attention.step_view import (
-    PagedLayers,
     Reach,
     ReachView,
     page_of,
@@ -48,20 +45,17 @@ from services.engine.torch.attention.step_view import (
 )
 from services.engine.torch.model.step_cache import TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
-from services.values.kv import GroupKind
+from services.engine.torch.step_rooms import (
+    Plan,
+    PromptRoom,
+    StepOutputs,
+    fits,
+    is_latent,
+    on_device,
+    room_of,
+)
 
-# The parts' outputs of one layer take so many bytes at most where rows share many pages. A step that needs
-# more runs without buffers.
-_OUTPUT_BYTES = 64 << 20
 _NO_SLOTS = Slots(*(np.empty(0, np.int64) for _ in Slots._fields))
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    pages: NDArray[np.integer]
-    readers: NDArray[np.int64]
-    parts: PieceParts
-    pieces: PagePieces | None = None  # It is None where the last step's plan went on.
 
 
 @dataclass(slots=True)
@@ -75,47 +69,6 @@ class _Kept:
     next_starts: list[int]
     pages: NDArray[np.int64]  # These are the pages that the tokens are stored in.
     growing: dict[Reach, GrowingPieces]
-
-
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """This is the room that one reach has; PartsView describes each field."""
-
-    grid: tuple[int, int]
-    num_pages: int
-    num_outputs: int  # This limits the readings and the readers, too.
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRoom:
-    """There is room for `num_prompts` chunks of `num_tokens` in all, which see `num_seen` tokens together."""
-
-    num_tokens: int
-    num_prompts: int
-    num_seen: int
-
-    def num_chunks(self, reach: Reach) -> int:
-        """Return how many chunks attend at most: each window has its own, where windows are chunks."""
-        if reach.kind is not GroupKind.CHUNKED_WINDOW:
-            return self.num_prompts
-        return 2 * self.num_prompts + self.num_tokens // reach.window
-
-    def num_reads(self, reach: Reach, page_size: int) -> int:
-        return self.num_seen // page_size + 2 * self.num_chunks(reach)
-
-
-class StepOutputs:
-    """All layers, reaches and buffers in turn write the outputs of parts to this memory."""
-
-    def __init__(self, layers: PagedLayers, num_rows: int, device: torch.device) -> None:
-        sizes = [
-            (_room(layers, reach, num_rows).num_outputs * on_device(layers, reach).num_heads, reach)
-            for reach in layers.reaches
-        ]
-        num_log_sums = max(size for size, _ in sizes)
-        num_numbers = max(size * layers.pools[reach.pool].shape.v_head_dim for size, reach in sizes)
-        self.numbers = torch.zeros(num_numbers, dtype=torch.float32, device=device)
-        self.log_sums = torch.zeros(num_log_sums, dtype=torch.float32, device=device)
 
 
 class _Areas:
@@ -159,7 +112,10 @@ class StepBuffers:
         self._layers, device = pools.layers, outputs.numbers.device
         self._has_slots = pools.slots is not None
         self._pool_ids = sorted({reach.pool for reach in self._layers.reaches})
-        self._rooms = {reach: _room(self._layers, reach, num_singles) for reach in self._layers.reaches}
+        # Latents come last, and have no plans.
+        reaches = sorted(self._layers.reaches, key=lambda reach: is_latent(self._layers, reach))
+        self._rooms = {reach: room_of(self._layers, reach, num_singles) for reach in reaches}
+        self._planned = [reach for reach in reaches if not is_latent(self._layers, reach)]
         self._areas = _Areas(self._sizes(), device)
         self._arange = torch.arange(self.num_rows, device=device)
         self._kept: _Kept | None = None
@@ -171,9 +127,13 @@ class StepBuffers:
         return self._areas.device["token_ids"]
 
     @property
+    def keeps_some(self) -> bool:
+        return self.prompts is not None and self.prompts.num_tokens > 0
+
+    @property
     def kept(self) -> Tensor:
         """These are the rows whose logits are computed, int64 [num_kept]; without prompts all rows are."""
-        return self._arange if self.prompts is None else self._areas.device["kept"]
+        return self._areas.device["kept"] if self.keeps_some else self._arange
 
     @property
     def positions(self) -> Tensor:
@@ -209,26 +169,28 @@ class StepBuffers:
             return False
         if bool(singles) is not bool(self.num_singles) or len(kept) > self.num_kept:
             return False
-        plans = {reach: self._plan(reach, singles) for reach in self._rooms} if singles else {}
-        if not all(_fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
+        plans = {reach: self._plan(reach, singles) for reach in self._planned} if singles else {}
+        if not all(fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
             return False
-        if prompts and not all(self._set_prompts(*each, prompts) for each in enumerate(self._rooms)):
-            return False
+        for nth, reach in enumerate(self._rooms):
+            gathering = () if reach in self._planned else singles
+            if (prompts or gathering) and not self._set_prompts(nth, reach, gathering, prompts):
+                return False
         self._set_rows("token_ids", singles, [token_id for chunk in prompts for token_id in chunk.token_ids])
         positions = [np.arange(chunk.start, chunk.end) for chunk in prompts]
         self._set_rows("positions", singles, np.concatenate(positions) if positions else ())
         if self._has_slots:
             self._set("state_slots", [chunk.slot for chunk in singles])
-        if self.prompts is not None:
+        if self.keeps_some:
             self._set("kept", kept or [0])
         for pool, slots in stored.items():
             self._set_stored(pool, slots, len(singles))
         self._areas.copy("pages", self._set_plans(plans.values()))
-        if not prompts:
+        if not prompts and len(plans) == len(self._rooms):
             self._keep(singles, stored[0], plans)
         return True
 
-    def _keep(self, singles: Sequence[Chunk], stored: Slots, plans: Mapping[Reach, _Plan]) -> None:
+    def _keep(self, singles: Sequence[Chunk], stored: Slots, plans: Mapping[Reach, Plan]) -> None:
         tables = [chunk.table for chunk in singles]
         if None in tables or len(set(map(id, tables))) < len(tables) or len(stored.rows) < len(tables):
             return
@@ -262,7 +224,7 @@ class StepBuffers:
             for row in begins:
                 new_pages[row] = kept.pages[row] = page_of(singles[row], page_size)
             plans = {reach: self._next_plan(reach, kept, new_pages, singles) for reach in self._rooms}
-            if not all(_fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
+            if not all(fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
                 return False
             self._set("stored_pages0", kept.pages)
             for pool in self._pool_ids[1:]:
@@ -284,13 +246,13 @@ class StepBuffers:
 
     def _next_plan(
         self, reach: Reach, kept: _Kept, new_pages: NDArray[np.int64], singles: Sequence[Chunk]
-    ) -> _Plan:
+    ) -> Plan:
         if (growing := kept.growing.get(reach)) is None:
             return self._plan(reach, singles)
         growing.grow(new_pages)
         parts = self._cut(reach, growing.outline)
         growing.are_cut(parts.table)
-        return _Plan(growing.pages, growing.outline.readers, parts)
+        return Plan(growing.pages, growing.outline.readers, parts)
 
     def _set_stored(self, pool: int, stored: Slots, num_singles: int) -> None:
         shift = self.num_singles - num_singles
@@ -308,15 +270,23 @@ class StepBuffers:
         area[len(own) : self.num_singles] = area[0]
         area[self.num_singles + len(others) :] = area[0]
 
-    def _set_prompts(self, nth: int, reach: Reach, prompts: Sequence[Chunk]) -> bool:
+    def _set_prompts(
+        self, nth: int, reach: Reach, singles: Sequence[Chunk], prompts: Sequence[Chunk]
+    ) -> bool:
+        """Write how prompts attend, and before them `singles`, followed by the rows that pad them."""
         room, host, page_size = self.prompts, self._areas.host, self._layers.pools[reach.pool].shape.page_size
         assert room is not None
         ends = np.cumsum([len(chunk.token_ids) for chunk in prompts]).tolist()
-        placed = list[PlacedRead]()
+        placed = [PlacedRead(0, 1, read_of(chunk, reach, page_size)) for chunk in singles]
         for end, chunk in zip(ends, prompts, strict=True):
             positions, read = range(chunk.start, chunk.end), read_of(chunk, reach, page_size)
             placed += place_reads(end - len(positions), positions, read, reach, page_size)
         row_starts, seen_starts, reads = tables_of(placed, page_size)
+        if singles:
+            after = len(singles) + 1
+            row_starts = np.insert(row_starts, after, len(singles))
+            row_starts[after:] += self.num_singles - len(singles)
+            seen_starts = np.insert(seen_starts, after, seen_starts[after - 1])
         if len(prompts) > room.num_prompts or seen_starts[-1] > room.num_seen:
             return False
         if len(reads) > len(host[f"reads{nth}"]):
@@ -324,7 +294,7 @@ class StepBuffers:
         for name, starts in ((f"row_starts{nth}", row_starts), (f"seen_starts{nth}", seen_starts)):
             host[name][: len(starts)] = starts
             host[name][len(starts) :] = starts[-1]
-        host[f"row_starts{nth}"][-1] = room.num_tokens
+        host[f"row_starts{nth}"][-1] = self.num_rows if singles else room.num_tokens
         host[f"reads{nth}"][: len(reads)] = reads
         host[f"reads{nth}"][len(reads) :] = 0
         return True
@@ -336,12 +306,13 @@ class StepBuffers:
             sizes["state_slots"] = (wide, rows)
         for pool in self._pool_ids:
             sizes |= {f"stored_{name}{pool}": (wide, rows) for name in Slots._fields}
-        if self.prompts is not None:
+        if self.keeps_some:
             sizes["kept"] = (wide, self.num_kept)
         for nth, (reach, room) in enumerate(self._rooms.items()):
             if self.prompts is not None:
-                num_reads = self.prompts.num_reads(reach, self._layers.pools[reach.pool].shape.page_size)
-                starts = (narrow, self.prompts.num_chunks(reach) + 2)
+                num_chunks = self.prompts.num_chunks(reach, 0 if reach in self._planned else singles)
+                page_size, starts = self._layers.pools[reach.pool].shape.page_size, (narrow, num_chunks + 2)
+                num_reads = self.prompts.num_seen // page_size + 2 * num_chunks
                 sizes |= {f"row_starts{nth}": starts, f"seen_starts{nth}": starts}
                 sizes[f"reads{nth}"] = (narrow, 4 * num_reads)
             sizes |= {
@@ -358,17 +329,17 @@ class StepBuffers:
     def _view(self, nth: int, reach: Reach, outputs: StepOutputs) -> ReachView:
         kv, device = self._layers.pools[reach.pool], self._areas.device
         rows, pages, slots = (device[f"stored_{name}{reach.pool}"] for name in Slots._fields)
-        slots_of_rows = rows, pages, slots
+        slots_of_rows, is_planned = (rows, pages, slots), reach in self._planned
         return ReachView(
             kv=kv,
             slots=_NO_SLOTS,
             chunks=(),
             spans=(),
-            decode=self._view_singles(nth, reach, outputs) if self.num_singles else None,
+            decode=self._view_singles(nth, reach, outputs) if self.num_singles and is_planned else None,
             numbers=None,
             static_slots=slots_of_rows,
-            static_packed=self._view_prompts(nth, reach) if self.prompts is not None else None,
-            store=on_device(self._layers, reach).store,
+            static_packed=self._view_prompts(nth, reach) if self.keeps_some or not is_planned else None,
+            store=on_device(self._layers, reach).store if is_planned else None,
         )
 
     def _view_singles(self, nth: int, reach: Reach, outputs: StepOutputs) -> PartsView:
@@ -394,28 +365,29 @@ class StepBuffers:
         room, device = self.prompts, self._areas.device
         packing = self._layers.packing_of(reach)
         assert room is not None and packing is not None, "prompts do not attend together"
+        first = self.num_singles if reach in self._planned else 0
         chunks = PackedChunks(
-            rows=slice(self.num_singles, self.num_rows),
+            rows=slice(first, self.num_rows),
             row_starts=device[f"row_starts{nth}"],
             seen_starts=device[f"seen_starts{nth}"],
             reads=device[f"reads{nth}"].view(-1, 4),
-            longest=room.num_tokens,
+            longest=max(room.num_tokens, self.num_singles - first),
             most_seen=room.num_seen,
             num_seen=room.num_seen,
             are_whole=False,
         )
         return PackedView((chunks,), packing, reach.sliding_window)
 
-    def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> _Plan:
+    def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> Plan:
         page_size = self._layers.pools[reach.pool].shape.page_size
         pieces = pieces_of([read_of(chunk, reach, page_size) for chunk in chunks], page_size)
-        return _Plan(pieces.pages, pieces.readers, self._cut(reach, outline_of(pieces)), pieces)
+        return Plan(pieces.pages, pieces.readers, self._cut(reach, outline_of(pieces)), pieces)
 
     def _cut(self, reach: Reach, pieces: Outline) -> PieceParts:
         kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)
         return cut_pieces(pieces, kv, chosen.num_heads, chosen.num_programs)
 
-    def _set_plans(self, plans: Iterable[_Plan]) -> int:
+    def _set_plans(self, plans: Iterable[Plan]) -> int:
         """Write the plans, and return the number of their pages."""
         num_pages = 0
         for nth, plan in enumerate(plans):
@@ -423,7 +395,7 @@ class StepBuffers:
             num_pages += len(plan.pages)
         return num_pages
 
-    def _set_plan(self, nth: int, plan: _Plan, first_page: int) -> None:
+    def _set_plan(self, nth: int, plan: Plan, first_page: int) -> None:
         host, table, joins = self._areas.host, plan.parts.table, plan.parts.joins
         own = host[f"parts{nth}"].reshape(-1, 7)[: len(table)]
         own[:] = table
@@ -439,42 +411,3 @@ class StepBuffers:
         area: NDArray[Any] = self._areas.host[name]
         area[: len(values)] = values
         area[len(values) :] = area[0]
-
-
-def on_device(layers: PagedLayers, reach: Reach) -> OnDevice:
-    chosen = layers.in_place[reach.pool]
-    assert isinstance(chosen, OnDevice), "attention gathers"
-    return chosen
-
-
-def _room(layers: PagedLayers, reach: Reach, num_rows: int) -> _Room:
-    """Return the room that `num_rows` single tokens need at most, however they share pages.
-
-    The number of outputs has a limit of its own.
-    """
-    if num_rows == 0:
-        return _Room((0, 0), 0, 0)
-    kv, chosen = layers.pools[reach.pool], on_device(layers, reach)
-    of_a_head = chosen.num_programs // kv.shape.num_kv_heads + 1
-    # A tree of rows has fewer inner pieces than rows; a piece is cut once more than there are programs for.
-    narrow_rows, group = rows_of(kv, chosen.num_heads)[0], chosen.num_heads // kv.shape.num_kv_heads
-    has_wide = num_rows * group > narrow_rows
-    grid = of_a_head + 3 * num_rows, of_a_head + num_rows if has_wide else 0
-    # Each row may read another part of a page that is being filled, and of one that a window cuts.
-    num_pages = kv.num_pages + 2 * num_rows
-    if reach.window:
-        num_pages = min(num_pages, num_rows * (reach.window // kv.shape.page_size + 2))
-    most = num_rows * (of_a_head + 4)
-    fitting = _OUTPUT_BYTES // (4 * chosen.num_heads * kv.shape.v_head_dim)
-    return _Room(grid, num_pages, min(most, max(8 * num_rows + 2 * chosen.num_programs, fitting)))
-
-
-def _fits(plan: _Plan, room: _Room) -> bool:
-    num_parts, num_narrow = len(plan.parts.table), plan.parts.num_narrow
-    return (
-        num_narrow <= room.grid[0]
-        and num_parts - num_narrow <= room.grid[1]
-        and len(plan.parts.joins.readings) <= room.num_outputs
-        and len(plan.readers) <= room.num_outputs
-        and len(plan.pages) <= room.num_pages
-    )

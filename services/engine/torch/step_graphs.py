@@ -29,12 +29,14 @@ from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.page_pieces import OnDevice
+from services.engine.torch.attention.step_view import PagedLayers, Reach
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_buffers import PromptRoom, StepBuffers, StepOutputs
+from services.engine.torch.step_buffers import StepBuffers
+from services.engine.torch.step_rooms import PromptRoom, StepOutputs
 from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_error
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,10 @@ _MOST_PROMPTS = 16  # This is the limit for one step.
 # The tokens that prompts see are copied out of their pages. There is room for so many times a step's tokens,
 # and for this many at least.
 _SEEN_TIMES, _LEAST_SEEN = 4, 8192
+# Where latents are expanded, steps of so many single tokens have rooms for so many tokens of contexts, of
+# which each head is taken for so many numbers. A step takes no room for more than _MOST_TIMES what it sees,
+# unless that is one of the two least.
+_LATENT_ROWS, _LATENT_SEEN, _HEAD_NUMBERS = (1, 4, 16, 64, 128, 256), (4096, 12288, 36864), 512
 _LEAST_BYTES, _SHARE = 256 << 20, 64
 # Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
 # kernels compute both; a plan that is cut differently, and padding, change the order of sums.
@@ -72,6 +78,19 @@ def prompt_rooms(max_tokens: int) -> tuple[PromptRoom, ...]:
     return tuple(
         PromptRoom(size, _MOST_PROMPTS, max(_SEEN_TIMES * size, _LEAST_SEEN) + size) for size in sizes[::-1]
     )
+
+
+def latent_rooms(max_rows: int, token_bytes: int, budget: int | None) -> Iterator[tuple[int, PromptRoom]]:
+    """Yield the rooms for steps of single tokens over latents, the largest first.
+
+    A layer's keys and values of one token take `token_bytes`; those of a room take half the budget at most.
+    """
+    fitting = [
+        num_seen for num_seen in _LATENT_SEEN if budget is None or num_seen * token_bytes <= budget // 2
+    ]
+    rows = [rows for rows in _LATENT_ROWS if rows < max_rows]
+    for num_seen in reversed(fitting):
+        yield from ((num_rows, PromptRoom(0, 0, num_seen)) for num_rows in reversed([*rows, max_rows]))
 
 
 def graph_budget(device: torch.device, mib: int | None) -> int:
@@ -142,6 +161,10 @@ class _Bucket:
         prompts = self.buffers.prompts
         return prompts.num_tokens if prompts is not None else 0, self.buffers.num_singles
 
+    @property
+    def num_seen(self) -> int:
+        return self.buffers.prompts.num_seen if self.buffers.prompts is not None else 0
+
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -189,6 +212,10 @@ class _Step:
     def size(self) -> tuple[int, int]:
         return sum(len(chunk.token_ids) for chunk in self.prompts), len(self.singles)
 
+    @property
+    def num_seen(self) -> int:
+        return sum(chunk.end for chunk in (*self.singles, *self.prompts))
+
 
 def _are_singles(chunk: Chunk) -> bool:
     return len(chunk.token_ids) == 1 + chunk.num_drafts
@@ -223,11 +250,17 @@ class StepGraphs:
         self._most_probable: Tensor | None = None
         rows, rooms = bucket_rows(max_rows), prompt_rooms(max_prompt_tokens)
         self._is_wanted = bool(rows or rooms)
-        if not self._is_wanted or not all(isinstance(each, OnDevice) for each in pools.layers.in_place):
+        layers = pools.layers
+        self._expands = any(kv.is_latent for kv in layers.pools)
+        if not self._is_wanted or not all(_is_replayable(layers, reach) for reach in layers.reaches):
             return
-        if pools.slots is not None or not all(map(pools.layers.packing_of, pools.layers.reaches)):
+        if pools.slots is not None or not all(map(layers.packing_of, layers.reaches)):
             rooms = ()  # Scans, and prompts that attend one by one, are computed eagerly.
         sizes: list[tuple[int, PromptRoom | None]] = [(num_rows, None) for num_rows in rows]
+        if self._expands:
+            heads = max(call.num_heads for call in pools.calls)
+            token_bytes = heads * _HEAD_NUMBERS * layers.pools[0].compute_dtype.itemsize
+            sizes = list(latent_rooms(max_rows, token_bytes, budget)) if max_rows else []
         beside = dict.fromkeys((max_rows, min(max_rows, _FEW_ROWS), 0))
         sizes += [(num_rows, room) for room in rooms for num_rows in beside]
         if sizes:
@@ -292,7 +325,7 @@ class StepGraphs:
         if self._pools.slots is not None:
             self._pools.slots.zero([c.slot for c in chunks if c.start == 0 and c.slot is not None])
         bucket.replay()
-        return self._of_rows(kept if bucket.buffers.prompts is None else range(len(kept)))
+        return self._of_rows(range(len(kept)) if bucket.buffers.keeps_some else kept)
 
     def _takes(self, chunks: Sequence[Chunk]) -> bool:
         # States of drafts are stored only once it is known which drafts are accepted, so such a step runs
@@ -308,10 +341,14 @@ class StepGraphs:
         """
         tokens, singles = step.size
         most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
+        seen = step.num_seen if self._expands else 0
+        most_seen = max(_LATENT_SEEN[1], _MOST_TIMES * seen)
         for bucket in self._buckets:
             most_tokens, most_singles = bucket.size
             has_room = most_tokens >= tokens and most_singles >= singles
             has_room = has_room and most_tokens + most_singles <= most_rows
+            if self._expands:
+                has_room = has_room and seen <= bucket.num_seen <= most_seen
             if has_room and bool(most_tokens) is bool(tokens) and bool(most_singles) is bool(singles):
                 return bucket
         return None
@@ -344,7 +381,7 @@ class StepGraphs:
                 raise RuntimeError("the definition keeps a tensor of a step")
             bucket = _Bucket(buffers, replay)
             self._buckets.append(bucket)
-            self._buckets.sort(key=lambda each: each.size)
+            self._buckets.sort(key=lambda each: (each.size, each.num_seen))
             fault = self._fault(trial)
         # A definition, torch or the device may raise anything, and steps work without graphs.
         except Exception as error:
@@ -401,6 +438,12 @@ class StepGraphs:
             if not control > error:
                 logger.warning("graph_check_blind rows=%d error=%.1e lost=%.1e", len(rows), error, control)
         return None
+
+
+def _is_replayable(layers: PagedLayers, reach: Reach) -> bool:
+    if layers.pools[reach.pool].is_latent:
+        return layers.packing_of(reach) is not None
+    return isinstance(layers.in_place[reach.pool], OnDevice)
 
 
 def _reserved_bytes(device: torch.device) -> int:

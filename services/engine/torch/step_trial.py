@@ -13,7 +13,7 @@ from services.engine.torch.device import finish_step
 from services.engine.torch.model.kv_groups import StateName
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_buffers import PromptRoom
+from services.engine.torch.step_rooms import PromptRoom
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 
@@ -41,6 +41,9 @@ class StepTrial:
         num_slots = pools.slots.num_slots if pools.slots is not None else num_singles
         num_rows = min(num_singles, num_slots, max(1, smallest - self._num_pages))
         of_each = max(1, min(_CONTEXT_PAGES, (smallest - self._num_pages) // max(1, num_rows)))
+        if room is not None and any(kv.is_latent for kv in pools.layers.pools):
+            left = room.num_seen - sum(chunk.end for chunk in self.chunks)
+            num_rows = min(num_rows, max(1, left // ((1 + of_each) * self._page_size)))
         singles = []
         for _ in range(num_rows):
             start = self._chance.randrange(of_each * self._page_size)
@@ -97,7 +100,7 @@ class StepTrial:
 
 
 def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
-    if room is None:
+    if room is None or not room.num_tokens:
         return []
     tokens = min(room.num_tokens, most_tokens)
     return [max(2, 2 * tokens // 3), *([tokens // 4] if tokens >= 8 else [])]

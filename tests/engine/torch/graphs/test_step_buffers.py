@@ -13,7 +13,8 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach
-from services.engine.torch.step_buffers import StepBuffers, StepOutputs
+from services.engine.torch.step_buffers import StepBuffers
+from services.engine.torch.step_rooms import StepOutputs
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams

@@ -34,9 +34,8 @@ from services.values.request import SamplingParams
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, MAX_ROWS = 16, 96, 8, 5
 GREEDY = SamplingParams(temperature=0)
-# All but latents, which gather.
-GRAPHED = [name for name in ("llama", "qwen3", *FAMILIES) if name not in ("deepseek_v3", "jamba")]
-QUICK = ("gpt_oss", "falcon_h1")
+GRAPHED = [name for name in ("llama", "qwen3", *FAMILIES) if name != "jamba"]
+QUICK = ("gpt_oss", "falcon_h1", "deepseek_v3")
 
 
 @pytest.fixture
@@ -279,7 +278,7 @@ def test_buckets_reach_the_largest_step():
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_rank_that_only_prefills(subtests):
-    for family, sizes in {"llama": [(50, 0)], "falcon_h1": [], "deepseek_v3": []}.items():
+    for family, sizes in {"llama": [(50, 0)], "falcon_h1": [], "deepseek_v3": [(50, 0)]}.items():
         with subtests.test(family):
             made = Made(family, tape.computed_again, max_rows=0, max_prompt_tokens=50)
             assert [bucket.size for bucket in made.graphs._buckets] == sizes
@@ -366,12 +365,35 @@ def check_prompts(family):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=() if name in ("gpt_oss", "llama4") else pytest.mark.exact)
-        for name in ("gpt_oss", "llama4", "llama", "qwen3", "gemma3", "qwen3_moe", "gemma4")
+        *("gpt_oss", "llama4", "gemma2", "deepseek_v3"),
+        *(
+            pytest.param(name, marks=pytest.mark.exact)
+            for name in ("llama", "qwen3", "gemma3", "qwen3_moe", "gemma4")
+        ),
     ],
 )
 def test_prompts_are_replayed_too(family):
     check_prompts(family)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_contexts_of_latents_have_rooms(monkeypatch, subtests):
+    monkeypatch.setattr(step_graphs, "_LATENT_SEEN", (64, 128, 500))
+    made = Made("deepseek_v3", tape.computed_again, max_rows=4)
+    assert [(each.size[1], each.num_seen) for each in made.graphs._buckets] == [
+        (rows, seen) for rows in (1, 4) for seen in (64, 128, 500)
+    ]
+    [chunk] = made.step(1, 1)
+    pages = list(range(40))
+    for end, num_seen in {1: 64, 64: 64, 65: 128, 166: None, 167: 500, 500: 500, 501: None}.items():
+        with subtests.test(end=end):
+            bucket = made.graphs._bucket_for(
+                step_graphs._Step.of([replace(chunk, start=end - 1, pages=pages)])
+            )
+            assert (bucket and bucket.num_seen) == num_seen
+    with subtests.test("no more than half of the budget"):
+        rooms = step_graphs.latent_rooms(3, token_bytes=10, budget=2559)
+        assert [(rows, room.num_seen) for rows, room in rooms] == [(3, 64), (1, 64)]
 
 
 def fused_by(monkeypatch, kernels):
