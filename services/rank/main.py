@@ -4,8 +4,9 @@
     SIGTERM -> NOT_SERVING, registered as draining -> running requests finish or the grace ends
             -> others have taken over what is cached here (leaving.py) -> deregistered -> engine stopped
 
-A rank that changes its role (role_change.py) does both without a pause, in one process: nobody takes
-over, and the next engine begins with the core of the last one, its model, pool and tree.
+A rank that changes its role (role_change.py) does both without a pause, in one process: nobody takes over,
+and the next engine begins with the core of the last one, its model, pool and tree. A SIGTERM that comes
+meanwhile ends the next life, since that alone can hand over what is cached.
 
 `python -m services.decode --dp-size=N` starts a supervisor, and each rank runs the same module with
 `--rank-index`. An engine that has all DP ranks in one process (sglang) has one such process, with a server, a
@@ -113,10 +114,9 @@ def supervise(config: RankConfig, module: str, held: ExitStack) -> int:
     # Probes call the supervisor, which calls the ranks.
     commands = supervisor.rank_commands(module, to_flags(replace(config, health_port=None)), flags_by_rank)
     timeout_s = math.inf if config.restart_timeout_s is None else config.restart_timeout_s
-    grace_s = config.leaving_s + _AFTER_GRACE_S
     return supervisor.run(
         commands,
-        grace_s,
+        config.leaving_s + _AFTER_GRACE_S,
         config.host,
         config.health_port,
         timeout_s,
@@ -225,7 +225,7 @@ class _Process:
         if other not in self.makers:
             return _keeps_role()
         (turned,) = self.makers[other](config, [own_id := own_rank_id(config)])
-        return own_id, replace(turned, ledgers=role.ledgers)
+        return own_id, replace(turned, ledgers=role.ledgers, goes_on=True)
 
 
 async def _live(
@@ -274,7 +274,7 @@ async def _live(
             ),
         )
         failed = [str(rank.address.id) for rank in ranks if rank.failed.is_set()]
-        next_life = None if stopping.is_set() else ranks[0].role_change.next_life
+        next_life = ranks[0].role_change.next_life if ranks and not failed else None
         if next_life is not None:
             next_life[1].engine.succeed(ranks[0].engine)
     for own_id in own_ids:
@@ -354,7 +354,7 @@ async def open_rank(
     stopping = stopping or asyncio.Event()
     failed, engine = asyncio.Event(), role.engine
     async with AsyncExitStack() as stack:
-        await _start(engine, stopping)
+        await (engine.start() if role.goes_on else _start(engine, stopping))
         stack.push_async_callback(engine.stop)
         watchdog = asyncio.create_task(_note_crash(engine, failed, end_soon))
         stack.callback(watchdog.cancel)

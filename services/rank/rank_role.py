@@ -38,6 +38,7 @@ class RankRole:
     capabilities: tuple[str, ...] = ()  # Its registration reports them to the routers.
     # They know what lies in its pool, and below that, over all lives of the process.
     ledgers: tuple[RankLedger, RankLedger] = field(default_factory=lambda: (RankLedger(), RankLedger()))
+    goes_on: bool = False  # Its engine goes on with what another role's has, which takes moments.
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ import pytest
 
 from processes.harness import ProcessCluster, prompt_of
 from services.cli import role
+from services.net import channels
+from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
 
 TURNS = 10
 CHANGING = "decode-0/0"
@@ -20,7 +22,10 @@ async def test_ranks_change_their_roles_under_the_load_of_others(tmp_path, model
     flags = dict(rank_flags=("--fake-step-s=0.002",), router_flags=("--plans=remote,local",))
     async with ProcessCluster(tmp_path, model_dir, **shape, **flags) as cluster:
         await cluster.play(
-            one_that_becomes_prefill_and_comes_back, what_is_refused, one_that_is_killed_in_its_second_role
+            one_that_becomes_prefill_and_comes_back,
+            what_is_refused,
+            one_that_is_killed_in_its_second_role,
+            one_that_is_stopped_while_it_changes,
         )
 
 
@@ -85,6 +90,20 @@ async def one_that_is_killed_in_its_second_role(cluster):
     await beside
     await cluster.restarted(before)
     assert role_of(await cluster.registrations())[CHANGING] == "decode"
+
+
+async def one_that_is_stopped_while_it_changes(cluster):
+    """What it has cached is handed over by its next life, which is no more than that."""
+    await cluster.converse(5 * TURNS, TURNS)
+    before = cluster.rank(CHANGING)
+    handed_over = len(cluster.events("handed_over", CHANGING))
+    request = rank_pb2.SetRoleRequest(generation=await cluster.generation(CHANGING), role="prefill")
+    async with channels.open_channel(before.endpoint) as channel:
+        await rank_pb2_grpc.RankStub(channel).SetRole(request)
+    cluster.signal_rank(CHANGING, signal.SIGTERM)
+    await cluster.restarted(before)
+    (line,) = cluster.events("handed_over", CHANGING)[handed_over:]
+    assert int(line.fields["handed_tokens"]) > 0 and line.fields["successors"] == "1"
 
 
 def role_of(registrations):

@@ -20,6 +20,7 @@ from services.process import signals
 from services.rank import intake
 from services.rank import main as rank
 from services.rank.intake import Intake
+from services.rank.leaving import Leaving
 from services.rank.main import RankFailed, own_rank_id, run_ranks
 from services.rank.rank_config import RankConfig
 from services.rank.rank_metrics import DigestMetrics
@@ -198,53 +199,84 @@ async def test_what_a_process_starts_with_is_kept_from_the_garbage_collector(sto
     assert said == ["collect", "freeze", "join", "collect", "join"]
 
 
-async def test_a_rank_goes_on_in_its_other_role_with_its_core_and_what_etcd_knows_of_it(
-    stopping, monkeypatch
-):
-    joined, said = asyncio.Queue(), []
+class Lives:
+    """A rank's lives, of which each joins a cluster that is none."""
 
-    async def yes(*_):
+    def __init__(self, monkeypatch):
+        self.joined, self.successors_asked, self.said = asyncio.Queue(), [], []
+        monkeypatch.setattr(rank, "_join", self._join)
+        monkeypatch.setattr(intake, "_be_noticed", self._yes)
+        self.own_id = own_rank_id(CONFIG)
+        notifier = SimpleNamespace(
+            beat_until=lambda event: event.wait(),
+            waits=lambda: self.said.append("waits"),
+            serves=lambda: self.said.append("serves"),
+        )
+        makers = {Role.DECODE: decode_roles, Role.PREFILL: prefill_roles}
+        roles = decode_roles(CONFIG, [self.own_id])
+        self.running = asyncio.create_task(run_ranks([CONFIG], [self.own_id], roles, notifier, makers=makers))
+
+    async def _join(self, stack, config, role, address, *_):
+        async def successors():
+            self.successors_asked.append(role.role)
+            return []
+
+        self.joined.put_nowait((role, address))
+        return SimpleNamespace(
+            say_draining=self._yes,
+            say_adapters=self._yes,
+            successors=successors,
+            others_of_role=self._others,
+        )
+
+    async def _yes(self, *_):
         return True
 
-    async def others():
+    async def _others(self):
         return ["another"]
 
-    async def join(stack, config, role, address, *_):
-        joined.put_nowait((role, address))
-        return SimpleNamespace(say_draining=yes, say_adapters=yes, successors=others, others_of_role=others)
-
-    async def turn(role, address):
+    async def turn(self, role, address):
         request = rank_pb2.SetRoleRequest(generation=address.id.generation, role=role, wait_s=0)
         async with channels.open_channel(address.endpoint) as channel:
             await rank_pb2_grpc.RankStub(channel).SetRole(request, timeout=WITHIN_S)
 
-    notifier = SimpleNamespace(
-        beat_until=lambda event: event.wait(),
-        waits=lambda: said.append("waits"),
-        serves=lambda: said.append("serves"),
-    )
-    monkeypatch.setattr(rank, "_join", join)
-    monkeypatch.setattr(intake, "_be_noticed", yes)
-    makers = {Role.DECODE: decode_roles, Role.PREFILL: prefill_roles}
-    own_id = own_rank_id(CONFIG)
-    roles = decode_roles(CONFIG, [own_id])
-    running = asyncio.create_task(run_ranks([CONFIG], [own_id], roles, notifier, makers=makers))
-    first, address = await joined.get()
+
+async def test_a_rank_goes_on_in_its_other_role_with_its_core_and_what_etcd_knows_of_it(
+    stopping, monkeypatch
+):
+    rank_lives = Lives(monkeypatch)
+    first, address = await rank_lives.joined.get()
     with pytest.raises(grpc.aio.AioRpcError, match="must be prefill or decode; got 'both'"):
-        await turn("both", address)
-    await turn("prefill", address)
-    second, address = await joined.get()
-    await turn("decode", address)
-    third, address = await joined.get()
+        await rank_lives.turn("both", address)
+    await rank_lives.turn("prefill", address)
+    second, address = await rank_lives.joined.get()
+    await rank_lives.turn("decode", address)
+    third, address = await rank_lives.joined.get()
     lives = (first, second, third)
     assert [life.role for life in lives] == [Role.DECODE, Role.PREFILL, Role.DECODE]
     assert len({id(life.engine._core) for life in lives}) == len({life.ledgers for life in lives}) == 1
     assert (await third.engine.books()).free == CONFIG.pool_pages
-    assert address.id.key == own_id.key and address.id != own_id
+    assert address.id.key == rank_lives.own_id.key and address.id != rank_lives.own_id
     stopping.set()
     async with asyncio.timeout(WITHIN_S):
-        await running
-    assert said == ["waits", "serves", *["waits", "waits", "serves"] * 2]
+        await rank_lives.running
+    assert rank_lives.said == ["waits", "serves", *["waits", "waits", "serves"] * 2]
+
+
+async def test_a_rank_that_is_stopped_while_its_role_changes_hands_over_in_its_next_life(
+    stopping, monkeypatch
+):
+    rank_lives = Lives(monkeypatch)
+    _, address = await rank_lives.joined.get()
+    handed_over = []
+    monkeypatch.setattr(Leaving, "begin", lambda leaving: handed_over.append(leaving.address.id.generation))
+    await rank_lives.turn("prefill", address)
+    stopping.set()
+    async with asyncio.timeout(WITHIN_S):
+        await rank_lives.running
+    second, address = rank_lives.joined.get_nowait()
+    assert second.role is Role.PREFILL and handed_over == [address.id.generation]
+    assert not second.engine._thread._thread.is_alive()
 
 
 def test_a_rank_keeps_its_role_where_the_other_one_needs_another_core(subtests):
