@@ -321,6 +321,7 @@ class PrefillResult:
     prompt_logprobs: PromptLogprobs | None = None
     pulled: Pulled | None = None
     brought_tokens: int = 0
+    draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,8 @@ prefill_results = st.builds(
     seconds,
     st.none() | prompt_logprobs,
     pulled,
+    uint32,
+    st.none() | uint32,
 )
 
 

@@ -103,12 +103,12 @@ class EngineCore:
         seq.place = self._shares.came(seq.request.share)
         self._wait(seq)
 
-    def landed(self, seq: Sequence, first_token: Sampled, *, with_draft: bool = False) -> None:
-        """Note that a RECEIVING sequence's first token is known and its pages are written, with `with_draft`
+    def landed(self, seq: Sequence, first_token: Sampled, *, draft_end: int = 0) -> None:
+        """Note that a RECEIVING sequence's first token is known and its pages are written, up to `draft_end`
         those in the draft model's pool, too."""
         if seq.phase is not Phase.RECEIVING:
             return  # It has been cancelled since.
-        self.pulls.note_draft(seq, len(seq.ids), with_draft)
+        self.pulls.note_draft(seq, draft_end)
         seq.computed = len(seq.ids)
         self._publish(seq)
         self._carrying.note_border(seq)
@@ -453,7 +453,8 @@ class EngineCore:
             self._emit(seq, sampled.token_id)
             return
         compute_s = self._clock() - seq.computing_since_s if first else 0.0
-        self._emit(seq, newest_token(seq, sampled, finished, (drafted, accepted), compute_s))
+        token = newest_token(seq, sampled, finished, (drafted, accepted), compute_s)
+        self._emit(seq, self.pulls.with_draft(seq, token) if seq.transfer_id is not None else token)
         if finished is not None:
             self._active.remove(seq)
             self._gate.note_end(seq)

@@ -50,6 +50,7 @@ class Token:
     # It is set where the log-probabilities were requested and computed here.
     prompt_logprobs: PromptLogprobs | None = None
     brought_tokens: int = 0  # Of the reused ones, these came from a tier.
+    draft_tokens: int | None = None  # On a prefill rank with a draft model, these have its KV, too.
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ Rule 3: pages are published only when they have landed, and never while a source
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.engine.paged import sequence
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.core_events import Wanted
+from services.engine.paged.core_events import Token, Wanted
 from services.engine.paged.gate import Gate
 from services.engine.paged.model_runner import DraftModel
 from services.engine.paged.sequence import Phase
@@ -186,7 +186,8 @@ class Pulls:
         """Note that a source has written what the sequence lacked before `end`, and writes no more."""
         if seq.phase is not Phase.PULLING:
             return  # It has been cancelled since.
-        self.note_draft(seq, end, with_draft)
+        if with_draft:
+            self.note_draft(seq, end)
         seq.reused_tokens += end - seq.computed
         seq.computed, seq.stored = end, max(seq.stored, end)
         self._hooks.publish(seq)
@@ -215,12 +216,19 @@ class Pulls:
         tiers = self._hooks.tiers()
         return tiers is not None and tiers.enter(seq)
 
-    def note_draft(self, seq: sequence.Sequence, end: int, received: bool) -> None:
-        if received and end > seq.stored:
+    def note_draft(self, seq: sequence.Sequence, end: int) -> None:
+        """Note that the draft model's KV was written, too, up to `end`."""
+        if end > seq.stored:
             assert seq.pages is not None and self._draft is not None
             page_size = self._cache.page_size
             pages = seq.pages.pages[seq.stored // page_size : -(-end // page_size)]
             self._draft.received(pages, end - seq.stored)
+
+    def with_draft(self, seq: sequence.Sequence, first_token: Token) -> Token:
+        """Return the token that follows a prompt with how much of the prompt the draft model has."""
+        if self._draft is None or seq.pages is None:
+            return first_token
+        return replace(first_token, draft_tokens=min(self._draft.held_tokens(seq.pages.pages), seq.computed))
 
     # -- what may be written still --------------------------------------------------------------------
 

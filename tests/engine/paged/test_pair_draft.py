@@ -118,6 +118,21 @@ async def test_a_source_lends_what_it_holds_without_the_drafts_kv():
         await pair.assert_nothing_held()
 
 
+async def test_prefill_says_how_much_it_sends_without_the_drafts_kv():
+    """As of what it has pulled or read from a tier without that, or has computed as a decode rank."""
+    async with Pair(ALWAYS, dp_size=2) as pair:
+        await pair.generate(PROMPT, 2)
+        draft = core_of(pair.prefill).runner.draft
+        draft.validity.lent(range(2, ALWAYS.kv_pages))
+        draft.slots[2:] = 0
+        drafting = draft_with(core_of(pair.decodes[1]))
+        answer = await pair.generate(PROMPT, 12, decode=1)
+        assert answer.tokens == right(PROMPT, 12)
+        assert answer.admitted.prefill_prefix_len == 20
+        assert drafting.accepted == drafting.drafted > 5
+        await pair.assert_nothing_held()
+
+
 async def test_who_computes_the_draft(subtests):
     with subtests.test("decode catches up by slices"):
         # Of a prompt that came without the draft's KV a chunk a step; no drafts meanwhile.

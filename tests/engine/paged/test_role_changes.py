@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from engine.paged.draft_ranks import draft_with
 from engine.pair import FAKE, Pair, core_of
 from engine.torch.paired.families import torch_settings
 from services.engine.choose import decode_engines, prefill_engines
+from services.engine.fake import continuation
 from services.transfer.sending.transfers import TransferTable
 from services.values.errors import Unavailable
 from services.values.rank import Plan, RankId, Role
@@ -71,6 +73,19 @@ async def test_it_keeps_what_it_has_cached(subtests):
     for name, settings in each.items():
         with subtests.test(name):
             await goes_on_in_both_roles(settings)
+
+
+async def test_one_that_was_a_decode_rank_says_what_it_sends_without_the_drafts_kv():
+    """A decode rank's draft model does not compute chunks of one token with the target's."""
+    async with Pair(replace(DRAFTING, fake_draft="agree:1"), dp_size=2) as pair:
+        await pair.generate(PROMPT, 2, plan=Plan.LOCAL)
+        await turned(pair, pair.decodes[0], Role.PREFILL)
+        drafting, prompt = draft_with(core_of(pair.decodes[1])), PROMPT[:61]
+        answer = await pair.generate(prompt, 12, decode=1, prefill=2)
+        assert answer.tokens == continuation(prompt, 12)
+        assert answer.admitted.prefill_prefix_len == 60
+        assert drafting.accepted == drafting.drafted > 5
+        await pair.assert_nothing_held()
 
 
 @pytest.mark.exact

@@ -173,7 +173,7 @@ class PagedDecodeEngine(TransferringEngine):
             delta.give_up()
             raise
         first_token = Sampled(prefill.first_token_id, prefill.first_token_logprobs)
-        self.post(DeltaLanded(seq, first_token, with_draft=link.layout.draft is not None))
+        self.post(DeltaLanded(seq, first_token, _draft_end(seq, link.layout, prefill)))
         waited_s = time.monotonic() - began
         pull_s = prefill.pulled.seconds if prefill.pulled is not None else 0.0
         transfer_s = max(0.0, waited_s - prefill.queue_s - pull_s - prefill.compute_s)
@@ -302,6 +302,14 @@ def _check_token(token_id: int, vocab_size: int, matcher: Matcher | None) -> Non
         raise PeerFailed(f"prefill chose token {token_id}, which is outside the vocabulary of {vocab_size}")
     if matcher is not None and not matcher.may_choose(token_id):
         raise PeerFailed(f"prefill chose token {token_id}, which the constraint does not allow")
+
+
+def _draft_end(seq: Sequence, layout: KvLayout, prefill: PrefillResult) -> int:
+    """Return up to which token the draft model's KV has come, where both ranks have that model."""
+    if layout.draft is None:
+        return 0
+    num_tokens = len(seq.ids)
+    return num_tokens if prefill.draft_tokens is None else min(num_tokens, prefill.draft_tokens)
 
 
 def _check_earlier(start: int, prefix_len: int, page_size: int) -> None:

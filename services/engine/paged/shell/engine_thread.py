@@ -52,7 +52,7 @@ class Submit:
 class DeltaLanded:
     seq: Sequence
     first_token: Sampled
-    with_draft: bool = False  # The draft model's KV landed, too.
+    draft_end: int = 0  # The draft model's KV landed, too, up to here; it is in tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +329,8 @@ class EngineThread:
                     core.submit(seq)
                 except IsthmusError as error:
                     self._failures.append((seq, Failed(error)))
-            case DeltaLanded(seq, first_token, with_draft):
-                core.landed(seq, first_token, with_draft=with_draft)
+            case DeltaLanded(seq, first_token, draft_end):
+                core.landed(seq, first_token, draft_end=draft_end)
             case Renegotiate(seq, start):
                 core.renegotiate(seq, start)
             case Cancel(seq, quarantine):

@@ -103,6 +103,7 @@ class PagedPrefillEngine(TransferringEngine):
             prompt_logprobs=token.prompt_logprobs,
             pulled=pulled,
             brought_tokens=token.brought_tokens,
+            draft_tokens=token.draft_tokens,
         )
 
     def _open_transfer(self, seq: Sequence, rendezvous: Rendezvous) -> asyncio.Future[TransferEnd]:
