@@ -460,6 +460,7 @@ async def _join(
         ledger=role.ledgers[0],
         below_ledger=role.ledgers[1],
         with_tiers=role.engine.has_tiers,
+        shared_files=lambda: role.engine.shared_files,
     )
     registry.register(MembershipCollector(membership))
     events = role.engine.cache_events(), role.engine.below_events()
@@ -496,5 +497,4 @@ def _registration(config: RankConfig, role: RankRole, address: RankAddress) -> R
         capabilities=role.capabilities,
         model_path=config.model,
         adapters=role.engine.adapters.loaded if role.engine.adapters is not None else (),
-        shared_files=role.engine.shared_files,
     )

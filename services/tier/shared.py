@@ -66,9 +66,10 @@ class SharedFiles:
     """`find` and `forget` are for any thread, the other methods for the tier's thread."""
 
     def __init__(
-        self, layout_directory: Path, own_rank: str, shape: SlabShape, calls: FileCalls, name: str = ""
+        self, layout_directory: Path | None, own_rank: str, shape: SlabShape, calls: FileCalls, name: str = ""
     ) -> None:
-        """`name` is the directory's, as `name_of` gives it."""
+        """`name` is the directory's, as `name_of` gives it; where it is empty, looks try to learn it. Without
+        a directory there is nothing to look at until `begin`."""
         self.name = name
         self._directory = layout_directory
         self._own_rank = own_rank
@@ -87,6 +88,14 @@ class SharedFiles:
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def is_open(self) -> bool:
+        return self._directory is not None
+
+    def begin(self, layout_directory: Path) -> None:
+        """Look at the files of this directory from now on, if there was none. Any thread may call it."""
+        self._directory = self._directory or layout_directory
+
     def find(self, key: bytes) -> Seen | None:
         return self._seen.get(key)
 
@@ -97,7 +106,12 @@ class SharedFiles:
 
     def look(self) -> None:
         """Learn what has changed. A file that fails is done without, and said once. Raises OSError."""
+        if self._directory is None:
+            return
         self._left = _MOST_RECORDS
+        if not self.name:
+            with suppress(OSError):  # It was said at the start; routers do not know who reads what is here.
+                self.name = name_of(self._directory)
         paths = [path for path in slab_files(self._directory) if path.parent.name != self._own_rank]
         for path in self._files.keys() - set(paths[:_MOST_FILES]):
             self._drop(path)

@@ -55,6 +55,7 @@ class FakeRank:
         ttl_s: int = 5,
         settings: PublisherSettings = EAGER,
         with_tiers: bool = False,
+        shared_files: Callable[[], str] | None = None,
     ) -> None:
         self.id = its.id
         self.held: set[int] = set()
@@ -63,7 +64,14 @@ class FakeRank:
         self.files: set[int] = set()
         self._read = partial(etcd.get, keys.registration(its.id.key))
         self.membership = Membership(
-            etcd, keys, SCHEMA, its, ttl_s=ttl_s, publisher_settings=settings, with_tiers=with_tiers
+            etcd,
+            keys,
+            SCHEMA,
+            its,
+            ttl_s=ttl_s,
+            publisher_settings=settings,
+            with_tiers=with_tiers,
+            shared_files=shared_files,
         )
         self._below_events: asyncio.Queue[CacheEvents] = asyncio.Queue()
         self._events: asyncio.Queue[CacheEvents] = asyncio.Queue()

@@ -239,7 +239,7 @@ class Tiering:
 
     def _waits_for_look(self, seq: EngineSequence, now_s: float) -> bool:
         """Begin a look at what others keep, if the last one is old; return whether `seq` waits for it."""
-        if self._shared is None or self._health.is_off(self._shared_tier):
+        if self._shared is None or not self._shared.is_open or self._health.is_off(self._shared_tier):
             return False
         if self._look is None:
             look = Look(self._shared, self._shared_tier)

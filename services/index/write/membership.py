@@ -11,7 +11,7 @@ Once etcd has accepted our registration, none of its errors ends the rank: we al
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from services.etcd.etcd_client import Etcd
@@ -51,9 +51,10 @@ class Membership:
         ledger: RankLedger | None = None,
         below_ledger: RankLedger | None = None,
         with_tiers: bool = False,
+        shared_files: Callable[[], str] | None = None,
     ) -> None:
         """Set `with_tiers` for a rank that also publishes what lies below its pool. The ledgers know what it
-        holds already."""
+        holds already. `shared_files` tells what of the registration may come later."""
         self.registered = asyncio.Event()
         self.lease_losses = 0
         self.publisher = Publisher(etcd, keys, registration.id, publisher_settings, ledger)
@@ -67,6 +68,8 @@ class Membership:
         self._keys = keys
         self._schema = schema
         self._registration = registration
+        self._shared_files = shared_files or (lambda: registration.shared_files)
+        self._told_files = ""
         self._ttl_s = ttl_s
         self._lease: EtcdLease | None = None
         self._registering = asyncio.Lock()
@@ -89,7 +92,7 @@ class Membership:
                 for publisher in self.publishers:
                     group.create_task(publisher.publish())
                 group.create_task(self._stay_registered())
-                group.create_task(self._share_the_budget())
+                group.create_task(self._keep_current())
         finally:
             self.registered.clear()
             await self._deregister()
@@ -210,11 +213,13 @@ class Membership:
         async with self._registering:
             if self._lease is None or self._lease.lost.is_set():
                 self._lease = await EtcdLease.grant(self._etcd, self._ttl_s)
-            await register(self._etcd, self._keys, self._registration, self._lease.id, take_over=take_over)
+            told = replace(self._registration, shared_files=self._shared_files())
+            await register(self._etcd, self._keys, told, self._lease.id, take_over=take_over)
+            self._told_files = told.shared_files
             return self._lease
 
-    async def _share_the_budget(self) -> None:
-        """Update the publishers' number of ranks, which share the write budget.
+    async def _keep_current(self) -> None:
+        """Update the publishers' number of ranks, which share the write budget, and what others know of ours.
 
         This happens often at first, because ranks tend to start together.
         """
@@ -222,6 +227,8 @@ class Membership:
         while True:
             await self.registered.wait()
             await self._count_ranks()
+            if self._shared_files() != self._told_files:
+                await self._say(self._registration)
             await backoff.sleep()
 
     async def _count_ranks(self) -> None:

@@ -258,7 +258,43 @@ async def test_ranks_say_by_one_name_that_they_share_files(tmp_path, monkeypatch
     monkeypatch.setattr(tiers, "name_of", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     async with Pair(settings) as pair:  # They read each other's files all the same, and routers do not know.
         assert pair.decode.has_tiers and pair.decode.shared_files == ""
+        await pair.generate(PROMPT, 2)
+        assert pair.decode.shared_files != ""  # A look has learnt it since.
     assert "kv_tier_shared_without_name" in caplog.text
+
+
+async def test_a_rank_whose_disk_fails_at_the_start_reads_others_files_later(tmp_path, monkeypatch):
+    is_well, open_file = False, tiers.open_file
+
+    def failing(directory, rank, shape, calls):
+        if rank == "decode.1" and not is_well:
+            raise tiers.SlabFails("it is not mounted")
+        return open_file(directory, rank, shape, calls)
+
+    monkeypatch.setattr(tiers, "open_file", failing)
+    monkeypatch.setattr(tiers, "_RETRY_S", 0.02)
+    slow = dict(kv_pages=40, index_block=8, fake_prompt_token_s=2e-4)
+    settings = replace(FAKE, kv_tier=(f"{tmp_path}:1MiB",), kv_tier_shared="on", **slow)
+    async with asyncio.timeout(WITHIN_S), Pair(settings, dp_size=2) as pair:
+        owner, other = pair.decodes
+        counts = core_of(other).tiers.figures
+        prompts = [[(seed * 37 + i) % 500 for i in range(64)] for seed in range(12)]
+
+        async def generate_all(decode):
+            for prompt in prompts:
+                answer = await pair.generate(prompt, 4, Plan.LOCAL, decode=decode)
+                assert answer.tokens == continuation(prompt, 4)
+
+        await generate_all(0)
+        await until(lambda: core_of(owner).tiers.figures().held)
+        await generate_all(1)
+        assert (counts().slots, counts().tokens_shared, other.shared_files) == (0, 0, "")
+        is_well = True
+        await until(lambda: counts().slots)
+        while not counts().tokens_shared:
+            await generate_all(1)
+        assert other.shared_files == owner.shared_files != ""
+        await pair.assert_nothing_held()
 
 
 async def test_a_tier_whose_disk_answers_again_is_used_again(caplog):

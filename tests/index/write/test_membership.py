@@ -102,6 +102,20 @@ async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: Clu
         assert mirror.match_all([1, 2]) == {} and not mirror.progress(key).current
 
 
+async def test_a_rank_that_reads_others_files_since_says_so(etcd: Etcd, keys: ClusterKeys) -> None:
+    names = [""]
+    rank = FakeRank(etcd, keys, registration(), shared_files=lambda: names[-1])
+    key = rank.id.key
+    async with mirroring(etcd, keys) as mirror, running(rank.run()):
+        await until(lambda: key in mirror.ranks)
+        assert mirror.ranks[key].registration.shared_files == ""
+        names.append("0123456789abcdef")
+        await until(lambda: mirror.ranks[key].registration.shared_files == names[-1])
+        assert await rank.membership.say_draining(True)
+        await until(lambda: mirror.ranks[key].draining)
+        assert mirror.ranks[key].registration.shared_files == names[-1]
+
+
 async def test_a_rank_that_drains_as_its_lease_is_lost_takes_one_new_lease(
     etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:

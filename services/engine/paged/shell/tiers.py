@@ -136,7 +136,7 @@ def open_tiers(
             event(log, "kv_tier", where=slab.name, slots=slab.shape.num_slots, bytes=slab.shape.size_bytes)
         blocks, points = books.num_blocks, books.num_points
         event(log, "kv_tiers_found", blocks=blocks, tokens=blocks * block_tokens, checkpoints=points)
-        shared = _others_files(settings, slabs, in_files)
+        shared = _others_files(settings, slabs, in_files, shape)
         staging = _staging(runner, pool.slot_bytes)
         opened.pop_all()
     to_read: list[Slots] = [*slabs, *(NoSlots() for _ in absent), *([shared] if shared is not None else [])]
@@ -150,11 +150,14 @@ def open_tiers(
         WriteBudget(settings.write_bytes_per_s, clock()),
         shared,
     )
-    return tiering, _try_again(settings, tiering, dict(enumerate(absent, start=len(slabs))))
+    return tiering, _try_again(settings, tiering, shared, dict(enumerate(absent, start=len(slabs))))
 
 
 def _try_again(
-    settings: TierSettings, tiering: Tiering, absent: Mapping[int, tuple[TierPlace, SlabShape]]
+    settings: TierSettings,
+    tiering: Tiering,
+    shared: SharedFiles | None,
+    absent: Mapping[int, tuple[TierPlace, SlabShape]],
 ) -> set[int]:
     """Try to open these tiers while the rank serves, each on a thread of its own, for its disk may hang.
 
@@ -179,6 +182,8 @@ def _try_again(
                 if tiering.open_late(LateTier.of(tier, shape.num_slots, records), slab):
                     left.discard(tier)
                     event(log, "kv_tier_opened_late", where=slab.name, slots=shape.num_slots)
+                    if in_files and shared is not None:
+                        shared.begin(_shared_directory(slab))
                 else:
                     slab.close()
             return
@@ -197,16 +202,22 @@ def _staging(runner: ModelRunner, slot_bytes: int) -> Staging:
 
 
 def _others_files(
-    settings: TierSettings, slabs: Sequence[Slab], in_files: Sequence[bool]
+    settings: TierSettings, slabs: Sequence[Slab], in_files: Sequence[bool], shape: SlabShape
 ) -> SharedFiles | None:
-    """Return what other ranks keep in the directory of the nearest tier that is an open file."""
-    own = next((slab for slab, is_file in zip(slabs, in_files, strict=False) if is_file), None)
-    if not settings.shares or own is None:
+    """Return what other ranks keep in the directory of the nearest tier that is an open file.
+
+    Where none is open yet, it is the one that is opened first: a disk that hangs would hold up all tiers.
+    """
+    if not settings.shares:
         return None
-    directory = Path(own.name).parent.parent
-    return SharedFiles(
-        directory, settings.rank, own.shape, settings.calls, _name_in_time(settings, directory)
-    )
+    own = next((slab for slab, is_file in zip(slabs, in_files, strict=False) if is_file), None)
+    directory = None if own is None else _shared_directory(own)
+    name = "" if directory is None else _name_in_time(settings, directory)
+    return SharedFiles(directory, settings.rank, shape, settings.calls, name)
+
+
+def _shared_directory(own: Slab) -> Path:
+    return Path(own.name).parent.parent
 
 
 def _name_in_time(settings: TierSettings, directory: Path) -> str:
