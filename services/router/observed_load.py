@@ -11,12 +11,14 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from statistics import fmean
 
 from xxhash import xxh3_64_intdigest
 
 from services.index.read.mirror import RankView
 from services.kv.tails import carried_bytes
+from services.net.channels import MAX_MESSAGE_BYTES
 from services.router.cluster import RankStatus
 from services.router.models import Models
 from services.router.placement.rank_snapshot import staying
@@ -30,6 +32,8 @@ from services.values.rank import Plan, Role
 from services.values.rank_reports import REMOTE_ONLY, Registration
 from services.wire.isthmus.v1 import generation_pb2
 
+_MOST_TOLD_BYTES = MAX_MESSAGE_BYTES * 3 // 4
+_REQUEST_BYTES = 128  # A request's message has no more, beside its blocks.
 _USUAL_TOKENS = 4_096  # What is carried is much the same for any prompt as long as its windows.
 
 
@@ -103,12 +107,38 @@ class ObservedLoad:
         )
 
     async def list_load(self, request: generation_pb2.ListLoadRequest) -> generation_pb2.ListLoadResponse:
-        """Answer with names that the caller's salt makes, which are made off the loop. Raises NotFound."""
+        """Answer with names that the caller's salt makes, which are made off the loop, and with no more
+        requests than a message holds. Raises NotFound."""
         chosen = [model for model in self._served() if request.model in ("", model.name)]
         if not chosen:
             raise NotFound(f"model {request.model!r} is not served here")
         now, seen = self._clock(), [self.observation(model) for model in chosen]
-        return await asyncio.to_thread(_told, seen, request.salt, now)
+        return await asyncio.to_thread(_told, fitting(seen), request.salt, now)
+
+
+def fitting(seen: Sequence[Observation], most_bytes: int = _MOST_TOLD_BYTES) -> list[Observation]:
+    """Return the last requests of each model, so that the messages of all have no more than `most_bytes`.
+
+    What a model does not need of its share the others have.
+    """
+    sizes = [sum(map(_told_bytes, each.requests)) for each in seen]
+    fit = list(seen)
+    smallest_first = sorted(range(len(seen)), key=lambda place: sizes[place])
+    for models_left, place in zip(range(len(seen), 0, -1), smallest_first, strict=True):
+        requests = _last(fit[place].requests, most_bytes // models_left)
+        fit[place] = replace(fit[place], requests=requests)
+        most_bytes -= sum(map(_told_bytes, requests))
+    return fit
+
+
+def _last(requests: Sequence[Observed], most_bytes: int) -> Sequence[Observed]:
+    sizes = accumulate(map(_told_bytes, reversed(requests)))
+    count = sum(size <= most_bytes for size in sizes)
+    return requests[len(requests) - count :]
+
+
+def _told_bytes(seen: Observed) -> int:
+    return _REQUEST_BYTES + 8 * len(seen.blocks)
 
 
 def _told(seen: Sequence[Observation], salt: int, now: float) -> generation_pb2.ListLoadResponse:

@@ -10,10 +10,10 @@ from opentelemetry.trace import INVALID_SPAN
 from router.cluster.fake_mirror import D0, D1, P0, FakeMirror, cluster_of, started, view
 from services.router.callers import Caller, calling
 from services.router.generation_service import GenerationService
-from services.router.observed_load import ObservedLoad
+from services.router.observed_load import ObservedLoad, fitting
 from services.router.ranks.balance import Balance
-from services.router.replay.messages import load_from_proto
-from services.router.replay.observed import Observation, anonymous
+from services.router.replay.messages import load_from_proto, load_to_proto
+from services.router.replay.observed import Observation, Observed, anonymous
 from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
 from services.values.errors import Forbidden, NotFound
@@ -105,3 +105,26 @@ async def test_what_a_router_saw_of_its_requests(subtests):
             running += [served(950.0 + n / 100, 2) for n in range(1_000)]
             ages = [now[0] - each.arrival_s for each in load.observation(model).requests]
             assert len(ages) == 800 and max(ages) < 48.5
+
+
+def test_an_answer_has_no_more_requests_than_a_message_holds(subtests):
+    largest = Observed(-1e9, *[2**32 - 1] * 5, *[1e9] * 5, True, False, 2**64 - 1, [2**64 - 1] * 1_000)
+    fleet = load_from_proto(generation_pb2.ModelLoad(model="m")).fleet
+
+    def models(*counts):
+        return [Observation(fleet, [replace(largest, arrival_s=n) for n in range(count)]) for count in counts]
+
+    for counts, most_bytes, fit in [
+        ((10, 10), 200_000, (10, 10)),
+        ((3, 40, 40), 200_000, (3, 10, 11)),
+        ((40, 3, 4), 200_000, (17, 3, 4)),
+        ((40,), 5_000, (0,)),
+        ((5,) * 40, 200_000, None),
+    ]:
+        with subtests.test(counts=counts):
+            told = fitting(models(*counts), most_bytes)
+            assert fit is None or tuple(len(each.requests) for each in told) == fit
+            for seen, each in zip(models(*counts), told, strict=True):
+                assert each.requests == seen.requests[len(seen.requests) - len(each.requests) :]
+            requests = [r for each in told for r in load_to_proto(each).requests]
+            assert sum(request.ByteSize() + 4 for request in requests) <= most_bytes
