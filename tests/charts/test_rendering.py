@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import helm_python
@@ -25,8 +27,11 @@ from charts.rendering import (
     rendered,
     sample,
 )
+from charts.test_nonsense import nested
+from charts.test_replicas import PLANNED
 from last_release import take
 
+MANY = 3_000_000
 VERSIONS = ("1.30", "1.33", "1.37")
 # Kubernetes has no schemas of these: tests/charts/test_custom_resources.py.
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "BackendTLSPolicy"}
@@ -226,3 +231,42 @@ def test_values_of_the_last_release_are_still_taken(subtests, tmp_path):
     for path in samples.iterdir():
         with subtests.test(path.stem):
             assert render(yaml.safe_load(path.read_text())).workloads()
+
+
+# Each needs something beside it, or contradicts something.
+BESIDE = {"minAvailable", "cpu", "page-size", "kv-tier-write-mbps", "itl-target-ms", "quotaBytes"}
+
+
+def whole_numbers(schema, node, path=()):
+    """Yield the paths of values that may be whole numbers of a million and more."""
+    if "$ref" in node:
+        yield from whole_numbers(schema, reduce(getitem, node["$ref"].split("/")[1:], schema), path)
+    if "integer" in node.get("type", ()) and node.get("maximum", MANY) >= MANY and path[-1] not in BESIDE:
+        yield path
+    for each in (*node.get("anyOf", ()), *node.get("oneOf", ())):
+        yield from whole_numbers(schema, each, path)
+    for name, each in node.get("properties", {}).items():
+        yield from whole_numbers(schema, each, (*path, name))
+
+
+def leaves(content):
+    if isinstance(content, (dict, list)):
+        for each in content.values() if isinstance(content, dict) else content:
+            yield from leaves(each)
+    else:
+        yield content
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_large_whole_number_stays_whole(planned):
+    """Helm reads it as a float, which prints as 3e+06."""
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    paths = set(whole_numbers(schema, schema))
+    assert len(paths) > 70 and ("decode", "sharedMemory") in paths
+    large = merged(LEAST, *(nested(".".join(path), MANY) for path in paths))
+    values = merged(large, PLANNED if planned else {}, {"router": {"autoscaling": {"enabled": planned}}})
+    objects = render(values)
+    assert (MANY in leaves(objects.all) and str(MANY) in objects.notes) or planned
+    assert not [
+        text for text in map(str, [*leaves(objects.all), objects.notes]) if re.search(r"\de\+\d", text)
+    ]

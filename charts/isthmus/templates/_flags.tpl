@@ -1,4 +1,4 @@
-{{/* A value as a flag's text. Helm reads whole numbers as floats: 12000000 must not become 1.2e+07. */}}
+{{/* A value as text, in a flag or a manifest. Helm reads whole numbers as floats: 12000000 must not become 1.2e+07. */}}
 {{- define "isthmus.flagText" -}}
 {{- $text := toString . -}}
 {{- if kindIs "float64" . -}}

@@ -172,7 +172,7 @@ livenessProbe:
 {{- end }}
 {{- with .values.sharedMemory }}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ include "isthmus.flagText" . }}}
 {{- end }}
 {{- with $values.tls.secretName }}
 - name: tls
