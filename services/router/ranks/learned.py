@@ -254,6 +254,7 @@ _WHOLE = 0.95  # From this trust on a hit counts in full, as blocks and pages en
 
 
 _PRIOR_PACE_S = 4.0  # So long counts as taken as expected, before any observation.
+_MOST_OF_PAST = 0.25  # One request counts for no more than this part of all before it, or the prior.
 _LEAST_PACED_S = 0.25  # What takes less measures the calls around it.
 _PACE_NOISE = 1.3  # A pace that differs by less is that of the report.
 
@@ -274,9 +275,10 @@ class Pace:
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_PACE_S, _PRIOR_PACE_S, now))
         record.fade(_PRIOR_PACE_S, now)
-        expected_s = min(max(expected_s, took_s / _MAX_RATIO), took_s * _MAX_RATIO)
-        record.predicted += took_s
-        record.delivered += expected_s
+        pace = min(max(expected_s / took_s, 1 / _MAX_RATIO), _MAX_RATIO)
+        counted_s = min(took_s, max(_PRIOR_PACE_S, _MOST_OF_PAST * record.predicted))
+        record.predicted += counted_s
+        record.delivered += counted_s * pace
 
     def of(self, rank: RankKey, now: float) -> float:
         """Return what the reported speed is multiplied with."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.ranks.learned import Trust
+from services.router.ranks.learned import Pace, Trust
 from services.values.rank import RankKey
 
 RANK, OTHER = RankKey("decode", 0), RankKey("decode", 1)
@@ -60,3 +60,24 @@ def test_it_stays_between_nothing_and_everything(seen, tokens, later_s):
         trust.observe(RANK, predicted, delivered, now)
     assert 0 <= trust.of(RANK, now + later_s) <= 1
     assert 0 <= trust.worth(RANK, tokens, now + later_s) <= tokens
+
+
+def pace_after(*requests: tuple[float, float]) -> float:
+    pace = Pace()
+    for expected_s, took_s in requests:
+        pace.observe(RANK, expected_s, took_s, 0.0)
+    return pace.of(RANK, 0.0)
+
+
+def test_one_request_that_stalled_says_little_of_a_ranks_pace(subtests):
+    usual = [(1.0, 1.0)] * 30
+    with subtests.test("among others"):
+        assert pace_after(*usual, (1.0, 60.0)) == 1.0
+    with subtests.test("and also the first one of a life"):
+        assert pace_after((1.0, 60.0)) > 0.6 and pace_after((1.0, 60.0), *usual) == 1.0
+    with subtests.test("but several do"):
+        assert pace_after(*usual, *[(1.0, 60.0)] * 4) < 0.7
+    for seconds in (1.0, 30.0):
+        with subtests.test("and so does a rank that is slower than it reports", seconds=seconds):
+            assert pace_after(*[(seconds / 2, seconds)] * 8) < 0.7
+            assert pace_after(*[(seconds, seconds)] * 30, *[(seconds / 2, seconds)] * 20) < 0.75
