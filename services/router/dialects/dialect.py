@@ -169,5 +169,8 @@ class Dialect(Generic[CallT]):
     read: Callable[[Mapping[str, object], Mapping[str, str]], CallT]
     # This returns the formatter of the answer to a call, and raises IsthmusError.
     answer: Callable[[CallT, Envelope, Words], Answer]
+    # This puts what the router has stored into the call's request where the body only refers to it, and
+    # raises NotFound.
+    complete: Callable[[CallT], None] = lambda call: None
     # This returns the turns before those of the call's request, which the router has stored.
     past: Callable[[CallT], Sequence[ChatMessage]] = lambda call: ()

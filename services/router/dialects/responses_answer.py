@@ -5,7 +5,8 @@ response.completed, response.incomplete and response.failed.
 
 A stored response, which a client may continue or read again, is in this router's memory alone, which is
 bounded. It holds its own turns and the id of the previous response; a chain of them is the conversation. The
-tenant with the most bytes loses its least recently used response first; using a chain uses all of it.
+tenant with the most bytes loses its least recently used response first; using a chain uses all of it. A
+client may also refer to an item of a stored response by its id.
 """
 
 import json
@@ -62,10 +63,7 @@ class ResponseStore:
     def get(self, tenant: str, response_id: str) -> KeptResponse:
         stored = self._stored.get(tenant, response_id)
         if stored is None:
-            raise NotFound(
-                f"response {response_id!r} is not known here: it was not stored or was deleted, another "
-                "router has it, this one was started again, or it had to make room"
-            )
+            raise _unknown(f"response {response_id!r}")
         return stored
 
     def delete(self, tenant: str, response_id: str) -> None:
@@ -82,13 +80,35 @@ class ResponseStore:
             response_id = stored.previous_id
         return [ChatMessage.FromString(turn) for stored in reversed(chain) for turn in stored.turns]
 
+    def items(self, tenant: str, ids: Sequence[str]) -> list[Json]:
+        """Return the items of stored outputs that have these ids, in the same order. Raises NotFound."""
+        found: dict[str, Json] = {}
+        for response_id in dict.fromkeys(map(response_id_of, ids)):
+            if (stored := self._stored.get(tenant, response_id)) is not None:
+                found |= {item["id"]: item for item in json.loads(stored.response)["output"]}
+        if (unknown := next((each for each in ids if each not in found), None)) is not None:
+            raise _unknown(f"item {unknown!r}")
+        return [found[each] for each in ids]
+
+
+def _unknown(what: str) -> NotFound:
+    return NotFound(
+        f"{what} is not known here: it was not stored or was deleted, another router has it, this one was "
+        "started again, or it had to make room"
+    )
+
 
 _PREFIXES = {Kind.THINKING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
 COMPLETED, IN_PROGRESS, INCOMPLETE = "completed", "in_progress", "incomplete"
 
 
 def item_id(part: Part, stem: str) -> str:
-    return f"{_PREFIXES[part.kind]}_{stem}{part.index}"
+    return f"{_PREFIXES[part.kind]}_{stem}_{part.index}"
+
+
+def response_id_of(item: str) -> str:
+    """Return the id of the response that the item of this id is part of."""
+    return f"resp_{item.partition('_')[2].rpartition('_')[0]}"
 
 
 def item(part: Part, stem: str, status: str, answer_id: str = "") -> Json:
@@ -227,7 +247,8 @@ class ResponseAnswer:
     def _conversation_id(self) -> str:
         """Return the conversation's id. It is the id of the chain's first response, but only from the second
         one on: most responses are never continued, and each would write a pin for nothing."""
-        previous_id = self._call.previous_id
+        referred = map(response_id_of, self._call.references)
+        previous_id = self._call.previous_id or next(referred, "")
         if not previous_id:
             return ""
         return self._store.get(self._call.request.tenant, previous_id).conversation_id or previous_id

@@ -6,6 +6,7 @@ The items of a response's input become turns of a chat, and those of its output 
     message of a system, developer or user                 ->  the same
     reasoning, message of the model, function_call, ...    ->  one assistant turn
     function_call_output                                   ->  tool
+    item_reference                                         ->  what the stored item becomes
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,7 +83,12 @@ class ResponsesCall(Call):
     previous_id: str  # This is empty where there is none.
     is_stored: bool
     names_conversation: bool
+    referring: tuple[Body, ...]  # These are the items of an input of which some refer to stored ones.
     echo: Json  # The response object repeats these members of the request.
+
+    @property
+    def references(self) -> list[str]:
+        return _references(self.referring)
 
 
 def read_responses_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> ResponsesCall:
@@ -107,6 +113,7 @@ def read_responses_call(fields: Mapping[str, object], headers: Mapping[str, str]
         previous_id=body.text("previous_response_id"),
         is_stored=body.get("store") is None or body.flag("store"),
         names_conversation=bool(request.conversation_id),
+        referring=_read_referring(body),
         echo=_echo(body),
     )
 
@@ -208,6 +215,7 @@ def turns_of(call: ResponsesCall) -> list[ChatMessage]:
 _SYSTEM_ROLES = ("system", "developer")
 _ROLES = (*_SYSTEM_ROLES, "user", "assistant")
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+_REFERENCE = "item_reference"
 
 
 def read_input(body: Body) -> list[ChatMessage]:
@@ -217,10 +225,39 @@ def read_input(body: Body) -> list[ChatMessage]:
     items = body.objects("input")
     if not items:
         raise body.wrong("input", "must be a string or at least one item")
+    return _read_items(items)
+
+
+def _read_items(items: Iterable[Body]) -> list[ChatMessage]:
     turns = _Turns()
     for item in items:
         turns.add(item)
     return turns.all()
+
+
+def _read_referring(body: Body) -> tuple[Body, ...]:
+    """Return the input's items if some are references, else none. An item may be named once, as with OpenAI:
+    so no body refers to more than what is stored."""
+    items = () if isinstance(body.get("input"), str) else tuple(body.objects("input"))
+    references = _references(items)
+    if len(set(references)) < len(references):
+        raise body.wrong("input", "must not refer to an item twice")
+    return items if references else ()
+
+
+def _references(items: Iterable[Body]) -> list[str]:
+    return [item.text("id") for item in items if item.text("type") == _REFERENCE]
+
+
+def put_stored_items(call: ResponsesCall, find: Callable[[Sequence[str]], Sequence[Json]]) -> None:
+    """Read the input again, with stored items in the places of the references to them. `find` returns the
+    items of these ids, and raises NotFound."""
+    if not call.referring:
+        return
+    stored = map(Body, find(call.references))
+    items = [next(stored) if item.text("type") == _REFERENCE else item for item in call.referring]
+    del call.request.chat.messages[:]
+    call.request.chat.messages.extend(_read_items(items))
 
 
 def with_instructions(instructions: str, turns: Sequence[ChatMessage]) -> list[ChatMessage]:
@@ -240,6 +277,7 @@ class _Turns:
             "reasoning": self._reasoning,
             "function_call": self._call,
             "function_call_output": self._output,
+            _REFERENCE: lambda item: None,  # put_stored_items reads what is stored.
         }
 
     def all(self) -> list[ChatMessage]:

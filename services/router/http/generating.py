@@ -123,6 +123,7 @@ class Generating(Generic[CallT]):
             call = await self._bodies.read(request, self._dialect.read)
             for each in call.requests:
                 each.tenant = callers.current().tenant_of(each.tenant)
+            self._dialect.complete(call)
             envelope = self._envelope(call)
             is_alias = self._models.is_alias(call.request.model)
             model = self._models.take(*call.requests, past=partial(self._dialect.past, call))

@@ -22,7 +22,7 @@ from services.router.dialects.messages_call import read_messages_call
 from services.router.dialects.openai_answer import OpenAiAnswer
 from services.router.dialects.openai_call import OpenAiCall, read_chat_call, read_completion_call
 from services.router.dialects.responses_answer import ResponseAnswer, ResponseStore
-from services.router.dialects.responses_call import read_responses_call
+from services.router.dialects.responses_call import put_stored_items, read_responses_call
 from services.router.dialects.sglang import GenerateAnswer, read_generate_call
 from services.router.http.body_reader import BodyReader, CountedBodies
 from services.router.http.endpoints import About, Metrics, ModelList, StoredResponses, Tokenizing, Watching
@@ -141,6 +141,7 @@ def _dialects(store: ResponseStore) -> dict[str, Dialect[Any]]:
             "responses",
             read_responses_call,
             lambda call, envelope, words: ResponseAnswer(call, envelope, store),
+            lambda call: put_stored_items(call, partial(store.items, call.request.tenant)),
             lambda call: store.turns(call.request.tenant, call.previous_id),
         ),
         MESSAGES: Dialect(

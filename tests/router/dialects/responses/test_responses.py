@@ -37,16 +37,16 @@ def items(stem: str) -> list[Any]:
     return [
         {
             **done,
-            "id": f"rs_{stem}0",
+            "id": f"rs_{stem}_0",
             "type": "reasoning",
             "summary": [],
             "content": [{"type": "reasoning_text", "text": "Hmm."}],
             "encrypted_content": "h1",
         },
-        {**done, "id": f"msg_{stem}1", "type": "message", "role": "assistant", "content": [text]},
+        {**done, "id": f"msg_{stem}_1", "type": "message", "role": "assistant", "content": [text]},
         {
             **done,
-            "id": f"fc_{stem}2",
+            "id": f"fc_{stem}_2",
             "type": "function_call",
             "call_id": "call_a",
             "name": "weather",
@@ -54,7 +54,7 @@ def items(stem: str) -> list[Any]:
         },
         {
             **done,
-            "id": f"fc_{stem}3",
+            "id": f"fc_{stem}_3",
             "type": "function_call",
             "call_id": "call_b",
             "name": "time",
@@ -241,6 +241,57 @@ async def test_a_response_goes_on_from_the_one_before_it() -> None:
     assert of_second == [ChatMessage(role="system", content="Be quick."), user, model, *results]
     assert of_third == [user, model, *results, model, ChatMessage(role="user", content="More")]
     assert [request.conversation_id for request in backend.requests] == ["", first["id"], first["id"]]
+
+
+def reference(item: Any) -> Any:
+    return {"type": "item_reference", "id": item["id"]}
+
+
+async def test_a_client_may_refer_to_the_items_of_a_stored_response(subtests: pytest.Subtests) -> None:
+    """The AI SDK sends a history so: thinking and texts as references, calls themselves."""
+    backend = FakeBackend(*agents_answer())
+    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    results = [
+        {"type": "function_call_output", "call_id": call, "output": "rain"} for call in ("call_a", "call_b")
+    ]
+    async with client(backend) as http:
+
+        async def ask(*history: Any, **body: Any) -> Any:
+            return (await http.post("/v1/responses", json={"input": list(history), **body})).json()
+
+        first = await ask(user)
+        thought, spoke, *calls = first["output"]
+        second = await ask(user, reference(thought), reference(spoke), *calls, *results)
+        spoken = map(reference, [thought, spoke, *calls])
+        again = map(reference, second["output"])
+        await ask(user, *spoken, *results, *again, user)
+        await ask(*results, previous_response_id=first["id"])
+    _, of_second, of_third, of_chain = (list(request.chat.messages) for request in backend.requests)
+    assert of_second == of_chain
+    assert of_third == [*of_second, of_second[1], ChatMessage(role="user", content="Hi")]
+    assert [request.conversation_id for request in backend.requests] == ["", *[first["id"]] * 3]
+
+
+async def test_a_reference_to_what_is_not_stored_is_refused(subtests: pytest.Subtests) -> None:
+    backend = FakeBackend(*agents_answer())
+    async with client(backend) as http:
+        item, *_ = (await http.post("/v1/responses", json=BODY)).json()["output"]
+        for what, headers, ids, status in (
+            ("it is another tenant's", {"x-isthmus-tenant": "b"}, [item["id"]], 404),
+            ("the response has no such item", {}, [item["id"][:-1] + "9"], 404),
+            ("its id is none of ours", {}, ["x"], 404),
+            ("it has no id", {}, [""], 404),
+            ("an item is named twice", {}, [item["id"]] * 2, 400),
+        ):
+            with subtests.test(what):
+                body = {"input": [reference({"id": each}) for each in ids]}
+                answer = await http.post("/v1/responses", json=body, headers=headers)
+                assert answer.status_code == status
+                if status == 404:
+                    assert f"item {ids[0]!r} is not known here" in answer.json()["error"]["message"]
+                else:
+                    assert answer.json()["error"]["param"] == "input"
+    assert len(backend.requests) == 1
 
 
 async def test_what_is_not_stored_cannot_be_gone_on_from() -> None:

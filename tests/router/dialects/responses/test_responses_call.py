@@ -180,7 +180,7 @@ def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": ["Hi"]}, "input[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "Hi"}]}, "input[0].role"),
         ({"input": [text("user", "x", kind="input_image")]}, "input[0].content[0].type"),
