@@ -4,6 +4,9 @@ chat.
 a user's      tool_result, tool_result, text, text  ->  tool, tool, user
 a model's     thinking, text, tool_use              ->  assistant, with its reasoning and calls
 
+A tool with `defer_loading` is shown and may be called once a result refers to it (tool_reference), which a
+client's search for tools does. So the tools before the chat stay the same, and with them every prefix.
+
 Parameters that only control caching (cache_control, betas, metadata) change no answer and are ignored: the
 router caches every prompt.
 """
@@ -35,7 +38,14 @@ from services.router.dialects.json_body import (
 from services.router.dialects.sampling import read_sampling, read_stop
 from services.values.request import is_id
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, ToolCall, ToolChoice
+from services.wire.isthmus.v1.generation_pb2 import (
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 _READ_HERE = (
     *("system", "thinking", "tools", "tool_choice", "stop_sequences", "output_config", "output_format"),
@@ -113,12 +123,15 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
     kind = thinking.text("type")
     if kind not in _THINKS or (not kind and body.get("thinking") is not None):
         raise thinking.wrong("type", "must be one of enabled, disabled, adaptive")
+    tools = _Tools(body)
     chat = Chat(
-        messages=read_turns(body),
+        messages=read_turns(body, tools),
         chat_template_kwargs=read_variables(body, _THINKS[kind], body.inner("output_config").text("effort")),
     )
     chat.continue_final_message = chat.messages[-1].role == "assistant"
-    left_out = _read_tools(body, chat)
+    chat.tools.extend(tools.callable())
+    if body.get("tool_choice") is not None:
+        _read_choice(body.inner("tool_choice"), chat)
     if (named := read_constraint(body, _read_format(body))) is not None:
         sampling.constraint.CopyFrom(named.constraint)
     request = GenerateRequest(chat=chat, sampling=sampling)
@@ -127,24 +140,50 @@ def _read_call(body: Body, headers: Mapping[str, str], sampling: SamplingParams)
         request=request,
         stream=body.flag("stream"),
         traceparent=traceparent_of(headers),
-        left_out=left_out,
+        left_out=tools.left_out,
         constraint_param="" if named is None else named.param,
         shows_thinking=_THINKS[kind] is not False,
         omits_thinking=thinking.text("display") == "omitted",
     )
 
 
-def _read_tools(body: Body, chat: Chat) -> tuple[str, ...]:
-    left_out = []
-    for tool in body.objects("tools"):
-        kind = tool.text("type") or "custom"
-        if kind == "custom":
-            chat.tools.append(read_function(tool, "input_schema"))
-        else:
-            left_out.append(kind)
-    if body.get("tool_choice") is not None:
-        _read_choice(body.inner("tool_choice"), chat)
-    return tuple(left_out)
+_CUSTOM = "custom"
+_SEARCH = "tool_search_tool_"  # This is a search by Anthropic's server.
+
+
+class _Tools:
+    """This class knows a body's tools, and which of them its messages refer to.
+
+    Nothing is deferred if the server is to search for tools: here none would ever be found.
+    """
+
+    def __init__(self, body: Body) -> None:
+        kinds = [(tool.text("type") or _CUSTOM, tool) for tool in body.objects("tools")]
+        self.left_out = tuple(kind for kind, _ in kinds if kind != _CUSTOM)
+        self._custom = [(tool.required_text("name"), tool) for kind, tool in kinds if kind == _CUSTOM]
+        self._by_name = dict(self._custom)
+        self._found: set[str] = set()
+        self._may_defer = not any(kind.startswith(_SEARCH) for kind in self.left_out)
+
+    def shown(self, reference: Body) -> str:
+        """Return the text for a tool_reference: the tool's definition, as Claude Code tells a model to expect
+        it, and its name alone if it has been shown before. Raises InvalidParameter."""
+        name = reference.required_text("tool_name")
+        if name not in self._by_name:
+            raise reference.wrong("tool_name", f"names {name!r}, which is none of the request's tools")
+        tool, shown = self._by_name[name], dict[str, object](name=name)
+        if name not in self._found:
+            shown |= {"description": tool.text("description"), "parameters": tool.object("input_schema")}
+        self._found.add(name)
+        return f"<function>{json_text(shown, tool.name_of('input_schema'))}</function>"
+
+    def callable(self) -> Iterator[Tool]:
+        """Yield the tools that may be called, once all messages have been read. Raises InvalidParameter."""
+        for name, declared in self._custom:
+            tool = read_function(declared, "input_schema")
+            tool.hidden = self._may_defer and declared.flag("defer_loading")
+            if not tool.hidden or name in self._found:
+                yield tool
 
 
 def _read_choice(choice: Body, chat: Chat) -> None:
@@ -179,11 +218,11 @@ _BILLING = "x-anthropic-billing-header:"
 _ERROR = "Error: "  # This marks a result that is an error: templates have no other place for that.
 
 
-def read_turns(body: Body) -> list[ChatMessage]:
+def read_turns(body: Body, tools: _Tools) -> list[ChatMessage]:
     messages = body.objects("messages")
     if not messages:
         raise body.wrong("messages", "must be a list of at least one message")
-    turns = [*_system(body), *(turn for message in messages for turn in _read_message(message))]
+    turns = [*_system(body), *(turn for message in messages for turn in _read_message(message, tools))]
     if turns[-1].role == "assistant" and turns[-1].tool_calls:
         raise messages[-1].wrong("content", "must not have tool_use where the answer goes on with it")
     return turns
@@ -198,7 +237,7 @@ def _without_billing(part: str) -> str:
     return part.partition("\n")[2] if part.startswith(_BILLING) else part
 
 
-def _read_message(message: Body) -> Iterator[ChatMessage]:
+def _read_message(message: Body, tools: _Tools) -> Iterator[ChatMessage]:
     role = message.required_text("role")
     if role not in _TURN_ROLES:
         raise message.wrong("role", f"must be one of {', '.join(_TURN_ROLES)}")
@@ -207,19 +246,19 @@ def _read_message(message: Body) -> Iterator[ChatMessage]:
     blocks = message.objects("content")
     if not blocks and role != "assistant":
         raise message.wrong("content", "must be a string or at least one block")
-    return iter([_model_turn(blocks)]) if role == "assistant" else _other_turns(role, blocks)
+    return iter([_model_turn(blocks)]) if role == "assistant" else _other_turns(role, blocks, tools)
 
 
-def _other_turns(role: str, blocks: list[Body]) -> Iterator[ChatMessage]:
+def _other_turns(role: str, blocks: list[Body], tools: _Tools) -> Iterator[ChatMessage]:
     for kind, group in groupby(blocks, key=lambda block: block.required_text("type")):
         if kind == "tool_result" and role == "user":
-            yield from map(_result, group)
+            yield from (_result(block, tools) for block in group)
         else:
             yield ChatMessage(role=role, parts=[_text(block) for block in group])
 
 
-def _result(block: Body) -> ChatMessage:
-    parts = _texts(block, "content")
+def _result(block: Body, tools: _Tools) -> ChatMessage:
+    parts = _result_parts(block, tools)
     if block.flag("is_error"):
         parts = [_ERROR + "".join(parts[:1]), *parts[1:]]
     content = parts[0] if len(parts) == 1 else ""
@@ -229,6 +268,23 @@ def _result(block: Body) -> ChatMessage:
         content=content,
         parts=parts if len(parts) > 1 else [],
     )
+
+
+_REFERENCE = "tool_reference"
+
+
+def _result_parts(block: Body, tools: _Tools) -> list[str]:
+    """Return the texts of a result. References behind each other are one text: the tools that they name."""
+    if isinstance(block.get("content"), str):
+        return _texts(block, "content")
+    parts: list[str] = []
+    for kind, group in groupby(block.objects("content"), key=lambda part: part.required_text("type")):
+        if kind == _REFERENCE:
+            shown = map(tools.shown, group)
+            parts.append("\n".join(("<functions>", *shown, "</functions>")))
+        else:
+            parts += map(_text, group)
+    return parts
 
 
 def _model_turn(blocks: list[Body]) -> ChatMessage:

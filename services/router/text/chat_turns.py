@@ -53,7 +53,7 @@ def read_chat(chat: Chat) -> ChatTurns:
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must hold at least one message")
     turns = [_turn(message, f"chat.messages[{index}]") for index, message in enumerate(chat.messages)]
-    tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)]
+    tools = [_tool(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools) if not tool.hidden]
     if chat.continue_final_message:
         _check_continued(chat.messages[-1], f"chat.messages[{len(turns) - 1}]")
     return ChatTurns(

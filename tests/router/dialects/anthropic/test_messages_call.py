@@ -71,6 +71,43 @@ def test_a_tool_loop_comes_back_as_turns() -> None:
     ]
 
 
+TIME = {"name": "time", "description": "of day", "input_schema": {"type": "object"}, "defer_loading": True}
+SHOWN = '<function>{"name": "time", "description": "of day", "parameters": {"type": "object"}}</function>'
+
+
+def found(*names: str) -> list[Any]:
+    """Claude Code's search for tools has been called, and has found these."""
+    search = {"type": "tool_use", "id": "call_s", "name": "ToolSearch", "input": {"query": "time"}}
+    content = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": "call_s", "content": content}
+    return [{"role": "assistant", "content": [search]}, {"role": "user", "content": [result]}]
+
+
+def test_a_tool_that_is_loaded_later_is_shown_where_it_was_found() -> None:
+    tools = [WEATHER, TIME, {**TIME, "name": "never_found"}]
+    before = chat_of(tools=tools)
+    assert [tool.name for tool in before.tools] == ["weather"]
+    chat = chat_of(messages=[*HI, *found("time", "weather"), *found("time")], tools=tools)
+    parameters = '{"type": "object"}'
+    assert list(chat.tools) == [
+        Tool(name="weather", description="d", parameters=parameters),
+        Tool(name="time", description="of day", parameters=parameters, hidden=True),
+    ]
+    weather = '<function>{"name": "weather", "description": "d", "parameters": {"type": "object"}}</function>'
+    again = '<function>{"name": "time"}</function>'
+    assert [turn.content for turn in chat.messages if turn.role == "tool"] == [
+        f"<functions>\n{SHOWN}\n{weather}\n</functions>",
+        f"<functions>\n{again}\n</functions>",
+    ]
+
+
+def test_no_tool_waits_for_a_search_that_nobody_does() -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    call = call_of(tools=[search, TIME])
+    assert [(tool.name, tool.hidden) for tool in call.request.chat.tools] == [("time", False)]
+    assert call.left_out == ("tool_search_tool_regex_20251119",)
+
+
 def test_what_changes_or_is_not_ours_is_no_part_of_the_prompt(subtests: pytest.Subtests) -> None:
     for cch in ["a", "b"]:
         with subtests.test(cch=cch):
@@ -177,6 +214,8 @@ def test_what_is_wrong_is_named(subtests: pytest.Subtests) -> None:
         ({"messages": [USER, {"role": "assistant", "content": [CALLED]}]}, "messages[1].content"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [*HI, *found("time")]}, "messages[2].content[0].content[0].tool_name"),
+        ({"tools": [TIME], "tool_choice": {"type": "tool", "name": "time"}}, "tool_choice.name"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         (
             {

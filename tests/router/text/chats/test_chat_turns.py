@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.router.request.client_request import read_tools
 from services.router.text.answer_message import AnswerCall
 from services.router.text.chat_turns import ToolSpellings, Turn, read_chat
 from services.values.errors import InvalidRequest
-from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall
+from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest, Tool, ToolCall
 
 
 def calling(arguments: str = "{}", name: str = "f") -> ChatMessage:
@@ -66,6 +67,13 @@ def test_a_bad_message_is_refused_by_name(subtests: pytest.Subtests) -> None:
         refused = pytest.raises(InvalidRequest, match=rf"^chat\.messages\[1\]\.{problem}")
         with subtests.test(problem), refused:
             read_chat(Chat(messages=[ChatMessage(role="user"), message]))
+
+
+def test_a_hidden_tool_may_be_called_and_is_not_shown() -> None:
+    chat = Chat(messages=[ChatMessage(role="user")], tools=[Tool(name="f", hidden=True), Tool(name="g")])
+    assert [tool["function"]["name"] for tool in read_chat(chat).tools] == ["g"]
+    callable_ = read_tools(GenerateRequest(chat=chat)).callable
+    assert callable_ is not None and set(callable_) == {"f", "g"}
 
 
 def test_a_bad_tool_is_refused_by_name(subtests: pytest.Subtests) -> None:
