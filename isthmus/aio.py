@@ -9,13 +9,13 @@ from typing import Any, Self, Unpack
 
 import grpc.aio
 
-from isthmus.base import BaseClient, BaseConversation, BaseStream, Ended, turns_of
+from isthmus.base import BaseClient, BaseConversation, BaseStream
 from isthmus.errors import Cancelled, IncompleteAnswer, error_from
 from isthmus.functions import result_of, text_of
-from isthmus.request import Messages, Options, Prompt
+from isthmus.request import Options, PromptOptions, prompt_and_options
 from isthmus.values.answer import Answer, Piece
 from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
-from isthmus.values.message import Message, ToolCall
+from isthmus.values.message import ToolCall
 from isthmus.values.reading import read
 from isthmus.values.watch import ClusterNews
 from services.wire.isthmus.v1 import generation_pb2 as pb
@@ -116,17 +116,7 @@ class AsyncConversation(BaseConversation[AsyncStream]):
         """Send the text, call the functions that the model calls, and continue until it answers without a
         call.
 
-        The functions may be plain or `async`. A call that no function accepts is returned to the model as an
-        error; an exception of a function is raised.
-
-        Args:
-            text: The first message, as for `say`.
-            most_turns: The number of turns after which the model must not call any more.
-            called: It receives each call and its result.
-            options: The options of each turn, as for `say`.
-
-        Raises:
-            IncompleteAnswer: The model still calls after `most_turns`.
+        The functions may be plain or `async`. Takes and raises the same as `Conversation.run`.
         """
         for _ in range(most_turns):
             answer = await self.say(text, **options)
@@ -144,10 +134,12 @@ class AsyncConversation(BaseConversation[AsyncStream]):
         raise IncompleteAnswer(f"the model still calls tools after {most_turns} turns")
 
 
-class AsyncClient(BaseClient[AsyncStream]):
+class AsyncClient(BaseClient[AsyncStream, AsyncConversation]):
     """A client of a router; BaseClient documents its settings. Tasks may share it. `close` it, or use it in
     an `async with`.
     """
+
+    _stream_type, _conversation_type = AsyncStream, AsyncConversation
 
     def __init__(
         self, *args: Any, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep, **kwargs: Any
@@ -166,83 +158,31 @@ class AsyncClient(BaseClient[AsyncStream]):
             self._open_stub = generation_pb2_grpc.GenerationStub(self._channel)
         return self._open_stub
 
-    async def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Answer:
-        """Return the answer to a plain text, to a chat, or to token ids.
-
-        Args:
-            prompt: The text, if neither messages nor ids are given.
-            messages: The chat.
-            token_ids: The prompt's ids.
-            options: Those of `isthmus.Options`; None is the same as leaving one out.
-
-        Raises:
-            IsthmusError: The call failed.
+    async def generate(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> Answer:
+        """Return the answer to a plain text, to a chat, or to token ids. Takes and raises the same as
+        `Client.generate`.
         """
-        return await self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
+        return await self.stream(prompt, **options).read()
 
-    async def answers(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> list[Answer]:
+    async def answers(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> list[Answer]:
         """Return the `n` answers to a prompt, which is computed once. Takes and raises the same as
         `generate`.
         """
-        stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
+        stream = self.stream(prompt, **options)
         await stream.read()
         return stream.answers
 
-    def conversation(
-        self,
-        system: str = "",
-        *,
-        messages: Sequence[Message] = (),
-        **options: Unpack[Options],
-    ) -> AsyncConversation:
-        """Return a conversation that begins with a system message and earlier messages.
-
-        Args:
-            system: The system message; empty means none.
-            messages: The earlier messages.
-            options: The options of each turn. `tools` may be Tools, or functions with type hints.
-        """
-        return AsyncConversation(self, turns_of(system, messages), options)
-
-    async def explain(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Explanation:
+    async def explain(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> Explanation:
         """Return where such a request would be placed, and why; it is not run. Takes the same as
         `generate`.
         """
-        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        call, timeout_s = self._prepared(*prompt_and_options(prompt, options))
         answered = await self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
         return read(Explanation, answered)
 
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> TokenizedPrompt:
+    async def tokenize(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> TokenizedPrompt:
         """Return the token ids that such a request's prompt would have. Takes the same as `generate`."""
-        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        call, timeout_s = self._prepared(*prompt_and_options(prompt, options))
         answered = await self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
         return read(TokenizedPrompt, answered)
 
@@ -265,12 +205,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         )
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
-        """Stop a request of the client's tenant, or of any if it has none: its stream ends with finish_reason
-        aborted.
-
-        Returns:
-            False if no such request runs there.
-        """
+        """Stop a request as `Client.abort` does. Returns False if no such request runs there."""
         request = pb.AbortRequest(request_id=request_id, tenant=self._defaults["tenant"])
         return bool((await self._ask(self._stub.Abort, request, timeout or self._timeout_s)).found)
 
@@ -283,12 +218,7 @@ class AsyncClient(BaseClient[AsyncStream]):
         timeout: float | None = None,
     ) -> AsyncGenerator[ClusterNews, None]:
         """Yield reports of ranks as they change, and of requests as they run and end, until the loop is left.
-
-        Args:
-            interval_s: The most seconds between two reports.
-            tenant: The tenant whose requests are reported; None means the client's own.
-            all_tenants: Report requests of all tenants; a router with API keys wants an operator's for this.
-            timeout: The seconds after which the watch ends with DeadlineExceeded; None means never.
+        Takes the same as `Client.watch`.
         """
         request = self._watch_request(interval_s, tenant, all_tenants)
         call = self._stub.WatchCluster(request, timeout=timeout, metadata=self._router.metadata)
@@ -318,17 +248,6 @@ class AsyncClient(BaseClient[AsyncStream]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> AsyncStream:
-        call, timeout_s = self._prepared(prompt, options)
-        return AsyncStream(
-            self._stub,
-            call,
-            lambda: self._attempts(timeout_s),
-            self._router.metadata,
-            self._sleep,
-            ended,
-        )
 
     async def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         attempts = self._attempts(timeout_s)

@@ -8,6 +8,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, Unpack
 
 import grpc
@@ -16,7 +17,7 @@ from isthmus.channel import Router, Tls
 from isthmus.errors import Cancelled
 from isthmus.functions import text_of, tool_of
 from isthmus.history import History, check_options
-from isthmus.request import Call, Messages, Options, Prompt, call_of
+from isthmus.request import Call, Options, Prompt, PromptOptions, call_of, prompt_and_options
 from isthmus.retries import Attempts, Retries
 from isthmus.values.answer import Answer, GrowingAnswers
 from isthmus.values.message import Message, ToolCall
@@ -141,7 +142,10 @@ class BaseConversation(Generic[StreamT_co]):
         self._history.add_result(call, text_of(result))
 
 
-class BaseClient(Generic[StreamT_co]):
+ConversationT_co = TypeVar("ConversationT_co", bound=BaseConversation[Any], covariant=True)
+
+
+class BaseClient(Generic[StreamT_co, ConversationT_co]):
     """A client of a router.
 
     Unavailable and Overloaded are retried, as `retries` says, if no piece of an answer has come. Every failed
@@ -158,6 +162,10 @@ class BaseClient(Generic[StreamT_co]):
         clock: A monotonic clock in seconds, for tests.
         chance: A source of random numbers in [0, 1), for tests.
     """
+
+    _stream_type: type[StreamT_co]
+    _conversation_type: type[ConversationT_co]
+    _sleep: Sleep
 
     def __init__(
         self,
@@ -184,25 +192,37 @@ class BaseClient(Generic[StreamT_co]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._router.target!r})"
 
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> StreamT_co:
+    def stream(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> StreamT_co:
         """Stream the answer to a plain text, to a chat, or to token ids; `generate` documents the arguments.
 
         Nothing is sent before the first iteration.
         """
-        return self._stream(Prompt(prompt, messages, token_ids), options)
+        return self._stream(*prompt_and_options(prompt, options))
+
+    def conversation(
+        self, system: str = "", *, messages: Sequence[Message] = (), **options: Unpack[Options]
+    ) -> ConversationT_co:
+        """Return a conversation that begins with a system message and earlier messages.
+
+        Args:
+            system: The system message; empty means none.
+            messages: The earlier messages.
+            options: The options of each turn. `tools` may be Tools, or functions with type hints.
+        """
+        before = [Message("system", system)] if system else []
+        return self._conversation_type(self, [*before, *messages], options)
 
     def ask(self, messages: Sequence[Message], ended: Ended, options: Options) -> StreamT_co:
         """Stream a conversation's next answer; `ended` is called with it."""
         return self._stream(Prompt(messages=messages), options, ended)
 
     def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> StreamT_co:
+        call, timeout_s = self._prepared(prompt, options)
+        make_attempts = partial(self._attempts, timeout_s)
+        return self._stream_type(self._stub, call, make_attempts, self._router.metadata, self._sleep, ended)
+
+    @property
+    def _stub(self) -> generation_pb2_grpc.GenerationStub:
         raise NotImplementedError
 
     def _check_open(self) -> None:
@@ -222,8 +242,3 @@ class BaseClient(Generic[StreamT_co]):
     ) -> pb.WatchClusterRequest:
         whose = "" if all_tenants else self._defaults["tenant"] if tenant is None else tenant
         return pb.WatchClusterRequest(interval_s=interval_s, tenant=whose, all_tenants=all_tenants)
-
-
-def turns_of(system: str, messages: Sequence[Message]) -> list[Message]:
-    """Return the first messages of a conversation; an empty `system` adds none."""
-    return [*([Message("system", system)] if system else ()), *messages]

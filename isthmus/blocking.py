@@ -8,13 +8,13 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from isthmus.base import BaseClient, BaseConversation, BaseStream, Ended, turns_of
+from isthmus.base import BaseClient, BaseConversation, BaseStream
 from isthmus.errors import IncompleteAnswer, error_from
 from isthmus.functions import result_of, text_of
-from isthmus.request import Messages, Options, Prompt
+from isthmus.request import Options, PromptOptions, prompt_and_options
 from isthmus.values.answer import Answer, Piece
 from isthmus.values.cluster import Explanation, Model, Ranks, TokenizedPrompt
-from isthmus.values.message import Message, ToolCall
+from isthmus.values.message import ToolCall
 from isthmus.values.reading import read
 from isthmus.values.watch import ClusterNews
 from services.wire.isthmus.v1 import generation_pb2 as pb
@@ -121,10 +121,12 @@ class Conversation(BaseConversation[Stream]):
         raise IncompleteAnswer(f"the model still calls tools after {most_turns} turns")
 
 
-class Client(BaseClient[Stream]):
+class Client(BaseClient[Stream, Conversation]):
     """A client of a router; BaseClient documents its settings. Threads may share it. `close` it, or use it in
     a `with`.
     """
+
+    _stream_type, _conversation_type = Stream, Conversation
 
     def __init__(self, *args: Any, sleep: Callable[[float], None] = time.sleep, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -137,83 +139,38 @@ class Client(BaseClient[Stream]):
         self._check_open()
         return self._open_stub
 
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Answer:
+    def generate(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> Answer:
         """Return the answer to a plain text, to a chat, or to token ids.
 
         Args:
             prompt: The text, if neither messages nor ids are given.
-            messages: The chat.
-            token_ids: The prompt's ids.
-            options: Those of `isthmus.Options`; None is the same as leaving one out.
+            options: `messages` for a chat, `token_ids` for a prompt's ids, and those of `isthmus.Options`;
+                None is the same as leaving one out.
 
         Raises:
             IsthmusError: The call failed.
         """
-        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).read()
+        return self.stream(prompt, **options).read()
 
-    def answers(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> list[Answer]:
+    def answers(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> list[Answer]:
         """Return the `n` answers to a prompt, which is computed once. Takes and raises the same as
         `generate`.
         """
-        stream = self.stream(prompt, messages=messages, token_ids=token_ids, **options)
+        stream = self.stream(prompt, **options)
         stream.read()
         return stream.answers
 
-    def conversation(
-        self,
-        system: str = "",
-        *,
-        messages: Sequence[Message] = (),
-        **options: Unpack[Options],
-    ) -> Conversation:
-        """Return a conversation that begins with a system message and earlier messages.
-
-        Args:
-            system: The system message; empty means none.
-            messages: The earlier messages.
-            options: The options of each turn. `tools` may be Tools, or functions with type hints.
-        """
-        return Conversation(self, turns_of(system, messages), options)
-
-    def explain(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Explanation:
+    def explain(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> Explanation:
         """Return where such a request would be placed, and why; it is not run. Takes the same as
         `generate`.
         """
-        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        call, timeout_s = self._prepared(*prompt_and_options(prompt, options))
         answered = self._ask(self._stub.Explain, pb.ExplainRequest(request=call.request), timeout_s)
         return read(Explanation, answered)
 
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> TokenizedPrompt:
+    def tokenize(self, prompt: str | None = None, **options: Unpack[PromptOptions]) -> TokenizedPrompt:
         """Return the token ids that such a request's prompt would have. Takes the same as `generate`."""
-        call, timeout_s = self._prepared(Prompt(prompt, messages, token_ids), options)
+        call, timeout_s = self._prepared(*prompt_and_options(prompt, options))
         answered = self._ask(self._stub.Tokenize, pb.TokenizeRequest(request=call.request), timeout_s)
         return read(TokenizedPrompt, answered)
 
@@ -279,17 +236,6 @@ class Client(BaseClient[Stream]):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _stream(self, prompt: Prompt, options: Options, ended: Ended | None = None) -> Stream:
-        call, timeout_s = self._prepared(prompt, options)
-        return Stream(
-            self._stub,
-            call,
-            lambda: self._attempts(timeout_s),
-            self._router.metadata,
-            self._sleep,
-            ended,
-        )
 
     def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         attempts = self._attempts(timeout_s)

@@ -71,6 +71,14 @@ class Options(Sampling, total=False):
 
 Messages = Sequence[Message | Mapping[str, Any]]
 
+
+class PromptOptions(Options, total=False):
+    """Options of a request with the prompt among them, if that is no plain text."""
+
+    messages: Messages | None
+    token_ids: Sequence[int] | None
+
+
 _SAMPLING = frozenset(Sampling.__annotations__)
 _OF_CHATS = (
     "tools",
@@ -109,6 +117,11 @@ class Prompt:
         given = [each for each in (self.text, self.messages, self.token_ids) if each is not None]
         if len(given) != 1:
             raise InvalidRequest("give a prompt, or messages, or token_ids: one of them")
+
+
+def prompt_and_options(text: str | None, options: PromptOptions) -> tuple[Prompt, Options]:
+    """Take the prompt out of the options, which change. Raises InvalidRequest as Prompt does."""
+    return Prompt(text, options.pop("messages", None), options.pop("token_ids", None)), options
 
 
 @dataclass(frozen=True, slots=True)
