@@ -21,10 +21,17 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from services.cli import chat_terminal, screen
-from services.cli.chat_terminal import Display, Plain, Terminal
+from services.cli.chat_terminal import Plain, Terminal
 from services.cli.conversation import ChatTurn, Conversation, StreamedAnswer, placed, statistics
 from services.cli.look.explain import format_explanation
-from services.cli.router_client import ClientConfig, key_metadata, naming, responses
+from services.cli.router_client import (
+    MAX_TOKENS_BOUNDS,
+    SEED_BOUNDS,
+    ClientConfig,
+    key_metadata,
+    naming,
+    responses,
+)
 from services.settings.flags import Bounds, check_bounds, load, nearest, setting
 from services.values.errors import InvalidRequest, IsthmusError
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
@@ -38,7 +45,7 @@ _Metadata = Sequence[tuple[str, str]]
 class Session:
     channel: grpc.aio.Channel
     conversation: Conversation
-    display: Display
+    display: Plain | Terminal
     router: str
     timeout_s: float
     metadata: _Metadata = ()
@@ -228,12 +235,8 @@ class ChatConfig(ClientConfig):
     temperature: float | None = setting(
         None, "0 is greedy; default: the model's own", bounds=Bounds(at_least=0)
     )
-    max_tokens: int = setting(
-        1024, "tokens of an answer at most", bounds=Bounds(at_least=1, at_most=2**31 - 1)
-    )
-    seed: int | None = setting(
-        None, "makes sampling repeatable", bounds=Bounds(at_least=0, at_most=2**64 - 1)
-    )
+    max_tokens: int = setting(1024, "tokens of an answer at most", bounds=MAX_TOKENS_BOUNDS)
+    seed: int | None = setting(None, "makes sampling repeatable", bounds=SEED_BOUNDS)
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
     timeout_s: float = setting(600.0, "seconds after which an answer is given up", bounds=Bounds(above=0))
     color: screen.Color = setting("auto", screen.COLOR_HELP)

@@ -6,11 +6,11 @@ import atexit
 import os
 import readline
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
@@ -20,27 +20,6 @@ from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1 import generation_pb2
 
 _THINKING, _CALL, _ASIDE, _ERROR = "dim italic", "cyan", "dim", "red"
-
-
-class Display(Protocol):
-    @property
-    def width(self) -> int | None:
-        pass
-
-    def piece(self, response: generation_pb2.GenerateResponse) -> None:
-        pass
-
-    def end(self, answer: StreamedAnswer) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def aside(self, text: str) -> None:
-        pass
-
-    def error(self, text: str) -> None:
-        pass
 
 
 @dataclass(slots=True)
@@ -191,17 +170,14 @@ def _set_up(commands: Sequence[str]) -> None:
     atexit.register(_keep, file)
 
 
-def completer(commands: Sequence[str]) -> "_Completer":
-    return _Completer([f"/{name}" for name in commands])
+def completer(commands: Sequence[str]) -> Callable[[str, int], str | None]:
+    names = [f"/{name}" for name in commands]
 
-
-class _Completer:
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-
-    def __call__(self, text: str, state: int) -> str | None:
-        found = [name for name in self._names if text and name.startswith(text)]
+    def complete(text: str, state: int) -> str | None:
+        found = [name for name in names if text and name.startswith(text)]
         return found[state] if state < len(found) else None
+
+    return complete
 
 
 def history_file() -> Path:

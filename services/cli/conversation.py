@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.cli.look.cluster_picture import found_at_decode
-from services.cli.table import format_bytes, format_table
+from services.cli.table import format_bytes, format_plan, format_rank, format_table
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
@@ -44,10 +44,6 @@ class StreamedAnswer:
         if self._first_s is None or self._last_s <= self._first_s:
             return None
         return self._after_first / (self._last_s - self._first_s)
-
-    @property
-    def was_aborted(self) -> bool:
-        return self.finish is not None and self.finish.reason == common_pb2.FINISH_REASON_ABORTED
 
     def message(self) -> generation_pb2.ChatMessage | None:
         """Return the message that the next request contains for this answer, or None if the answer is empty.
@@ -138,11 +134,11 @@ def summary(answer: StreamedAnswer) -> str:
     if finish is None or not finish.usage.prompt_tokens:
         return _end(answer)
     usage, rate = finish.usage, answer.tokens_per_s
-    found = f"{found_at_decode(finish)} of {usage.prompt_tokens} found on {_rank(finish)}"
+    where = format_rank(finish.placement.decode)
+    found = f"{found_at_decode(finish)} of {usage.prompt_tokens} found on {where}"
     moved = f"{format_bytes(usage.kv_bytes_moved) if usage.delta_tokens else 'nothing'} moved"
     if usage.pulled_tokens:
-        source = finish.placement.source
-        moved += f", {usage.pulled_tokens} pulled from {source.worker}/{source.rank}"
+        moved += f", {usage.pulled_tokens} pulled from {format_rank(finish.placement.source)}"
     first = f"TTFT {1e3 * finish.stages.first_token_s:.0f} ms"
     parts = (found, moved, first, "" if rate is None else f"{rate:.0f} tokens/s", _end(answer))
     return ", ".join(filter(None, parts))
@@ -163,7 +159,8 @@ def statistics(turns: Sequence[ChatTurn], width: int | None) -> str:
 def _row(number: int, answer: StreamedAnswer) -> Iterator[object]:
     finish = answer.finish or generation_pb2.Finish()
     usage, rate = finish.usage, answer.tokens_per_s
-    yield from (number, _rank(finish), _plan(finish), usage.prompt_tokens, usage.decode_prefix_len)
+    yield from (number, format_rank(finish.placement.decode), format_plan(finish.placement))
+    yield from (usage.prompt_tokens, usage.decode_prefix_len)
     yield from (usage.delta_tokens, format_bytes(usage.kv_bytes_moved), usage.completion_tokens)
     yield f"{1e3 * finish.stages.first_token_s:.1f}"
     yield "" if rate is None else f"{rate:.1f}"
@@ -182,20 +179,12 @@ def _stage_ms(answer: StreamedAnswer, stage: str) -> float:
     return 1e3 * sum(float(getattr(stages, name)) for name in _STAGES[stage])
 
 
-def _plan(finish: generation_pb2.Finish) -> str:
-    return str(common_pb2.Plan.Name(finish.placement.plan)).removeprefix("PLAN_").lower()
-
-
-def _rank(finish: generation_pb2.Finish) -> str:
-    return f"{finish.placement.decode.worker}/{finish.placement.decode.rank}"
-
-
 def placed(answer: StreamedAnswer) -> str:
     if answer.finish is None:
         return ""
     finish, placement = answer.finish, answer.finish.placement
-    by = f", computed by {placement.prefill.worker}/{placement.prefill.rank}"
-    where = f"{_rank(finish)}{by if placement.HasField('prefill') else ''}, plan {_plan(finish)}"
+    by = f", computed by {format_rank(placement.prefill)}" if placement.HasField("prefill") else ""
+    where = f"{format_rank(placement.decode)}{by}, plan {format_plan(placement)}"
     expected = (
         f"expected {placement.predicted_prefix_len} tokens there, found {finish.usage.decode_prefix_len}"
     )

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from services.cli.router_client import RanksConfig, ask_router
+from services.cli.router_client import RanksConfig, ask_for_ranks
 from services.etcd.etcd_client import Etcd
 from services.index.joining import decode_registration
 from services.index.keys import ClusterKeys
 from services.net import channels, grpc_errors
-from services.settings.flags import load, setting
-from services.values.errors import ConfigError, NotFound
+from services.settings.flags import Bounds, load, setting
+from services.values.errors import NotFound
 from services.values.rank import RankAddress, Role
 from services.wire import convert
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
@@ -50,15 +50,11 @@ class DrainConfig(RanksConfig):
         "seconds in which others of their role may take over what they have cached, 0: none are asked, "
         "nor when they are stopped then; "
         "default: what the rank was started with",
+        bounds=Bounds(at_least=0),
     )
-    timeout_s: float = setting(300.0, "seconds to wait until nothing runs there; 0: do not wait")
-
-    def __post_init__(self) -> None:
-        RanksConfig.__post_init__(self)
-        if not 0 <= self.timeout_s < float("inf"):
-            raise ConfigError(f"--timeout-s must be 0 or more, got {self.timeout_s:g}")
-        if self.hand_over_s is not None and not 0 <= self.hand_over_s < float("inf"):
-            raise ConfigError(f"--hand-over-s must be 0 or more, got {self.hand_over_s:g}")
+    timeout_s: float = setting(
+        300.0, "seconds to wait until nothing runs there; 0: do not wait", bounds=Bounds(at_least=0)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +111,8 @@ def _there_are(listed: Sequence[ListedRank]) -> str:
 
 
 async def listed_ranks(config: RanksConfig) -> list[ListedRank]:
-    return await (_read_etcd(config) if config.etcd else _listed_by_router(config))
-
-
-async def _listed_by_router(config: RanksConfig) -> list[ListedRank]:
+    if config.etcd:
+        return await _read_etcd(config)
     return [
         ListedRank(
             convert.role_from_proto(status.role),
@@ -126,7 +120,7 @@ async def _listed_by_router(config: RanksConfig) -> list[ListedRank]:
             RankAddress(convert.rank_id_from_proto(status.rank), status.endpoint),
             status.state == "draining",
         )
-        for status in (await ask_router(config)).ranks
+        for status in (await ask_for_ranks(config)).ranks
     ]
 
 

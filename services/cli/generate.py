@@ -4,10 +4,17 @@ import asyncio
 import sys
 from dataclasses import dataclass
 
-from services.cli.router_client import ClientConfig, given_prompt, key_metadata, responses
-from services.cli.table import format_bytes
-from services.settings.flags import load, setting
-from services.values.errors import ConfigError, InvalidRequest
+from services.cli.router_client import (
+    MAX_TOKENS_BOUNDS,
+    SEED_BOUNDS,
+    ClientConfig,
+    given_prompt,
+    key_metadata,
+    responses,
+)
+from services.cli.table import format_bytes, format_plan, format_rank, format_reason
+from services.settings.flags import check_bounds, load, setting
+from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
@@ -18,17 +25,14 @@ class GenerateConfig(ClientConfig):
     prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
     conversation: str = setting("", "conversation id: its turns stay on one decode rank")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
-    max_tokens: int = setting(128, "tokens to generate at most")
+    max_tokens: int = setting(128, "tokens to generate at most", bounds=MAX_TOKENS_BOUNDS)
     temperature: float | None = setting(None, "0 is greedy; default: the model's own")
-    seed: int | None = setting(None, "makes sampling repeatable")
+    seed: int | None = setting(None, "makes sampling repeatable", bounds=SEED_BOUNDS)
     usage: bool = setting(False, "print at the end what was reused, computed and moved")
     timeout_s: float = setting(120.0, "seconds after which the answer is given up")
 
     def __post_init__(self) -> None:
-        if self.seed is not None and not 0 <= self.seed < 2**64:
-            raise ConfigError(f"--seed is an unsigned number of 64 bits, got {self.seed}")
-        if not 1 <= self.max_tokens < 2**31:
-            raise ConfigError(f"--max-tokens is between 1 and {2**31 - 1}, got {self.max_tokens}")
+        check_bounds(self)
 
 
 def run(argv: list[str]) -> int:
@@ -66,8 +70,8 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
 
 def _print_usage(finish: generation_pb2.Finish) -> None:
     first_token = f"first token after {1e3 * finish.stages.first_token_s:.1f} ms"
-    reason = common_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
-    print(f"{_used(finish.placement, finish.usage)}; {first_token}; ended by {reason}", file=sys.stderr)
+    used = _used(finish.placement, finish.usage)
+    print(f"{used}; {first_token}; ended by {format_reason(finish)}", file=sys.stderr)
     if len(finish.placements) < 2:
         return
     for number, placement in enumerate(finish.placements, start=1):
@@ -81,9 +85,9 @@ def _print_usage(finish: generation_pb2.Finish) -> None:
 
 
 def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> str:
-    decode, plan = placement.decode, common_pb2.Plan.Name(placement.plan).removeprefix("PLAN_").lower()
+    where = f"{format_rank(placement.decode)}, plan {format_plan(placement)}"
     return (
-        f"{usage.prompt_tokens} prompt tokens on {decode.worker}/{decode.rank}, plan {plan}: "
+        f"{usage.prompt_tokens} prompt tokens on {where}: "
         f"{usage.reused_tokens} reused{_pulled(placement, usage)}, "
         f"{usage.computed_tokens} computed, decode_prefix_len {usage.decode_prefix_len}, "
         f"KV moved {format_bytes(usage.kv_bytes_moved)}{_fixed_cost(usage)}, "
@@ -92,10 +96,9 @@ def _used(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> s
 
 
 def _pulled(placement: generation_pb2.Placement, usage: generation_pb2.Usage) -> str:
-    source = placement.source
     if usage.pulled_tokens:
         size = format_bytes(usage.pulled_bytes)
-        return f" ({usage.pulled_tokens} pulled from {source.worker}/{source.rank}, {size})"
+        return f" ({usage.pulled_tokens} pulled from {format_rank(placement.source)}, {size})"
     return f" (nothing pulled: {placement.pull_refused})" if placement.pull_refused else ""
 
 

@@ -15,7 +15,7 @@ from services.cli.drain import ListedRank, listed_ranks, ranks_named
 from services.cli.router_client import RanksConfig
 from services.cli.table import format_table
 from services.net import channels, grpc_errors
-from services.settings.flags import load, setting
+from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 from services.wire.isthmus.v1 import rank_pb2
 from services.wire.isthmus.v1.rank_pb2_grpc import RankStub
@@ -33,14 +33,12 @@ class LoraConfig(RanksConfig):
 
     words: tuple[str, ...] = setting(help="load, unload or ls, and what to", positional=True)
     ranks: tuple[str, ...] = setting((), "WORKER for all of its ranks, or WORKER/RANK; default: all")
-    timeout_s: float = setting(300.0, "seconds to wait for each rank")
+    timeout_s: float = setting(300.0, "seconds to wait for each rank", bounds=Bounds(above=0))
 
     def __post_init__(self) -> None:
         RanksConfig.__post_init__(self)
         if len(self.words) != _WORDS.get(self.words[0]):
             raise ConfigError("isthmus lora takes `load NAME DIRECTORY`, `unload NAME`, or `ls`")
-        if not 0 < self.timeout_s < float("inf"):
-            raise ConfigError(f"--timeout-s must be above 0, got {self.timeout_s:g}")
 
 
 # It returns what to show of a rank.

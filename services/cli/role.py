@@ -17,8 +17,8 @@ import grpc
 from services.cli.drain import ListedRank, listed_ranks, ranks_named
 from services.cli.router_client import RanksConfig
 from services.net import channels, grpc_errors
-from services.settings.flags import load, setting
-from services.values.errors import ConfigError, Unavailable
+from services.settings.flags import Bounds, load, setting
+from services.values.errors import Unavailable
 from services.wire.isthmus.v1 import rank_pb2
 from services.wire.isthmus.v1.rank_pb2_grpc import RankStub
 
@@ -41,13 +41,10 @@ class RoleConfig(RanksConfig):
     role: Literal["prefill", "decode"] = setting(help="that they are to have", positional=True)
     force: bool = setting(False, "even the last rank of its role, without which requests may be refused")
     timeout_s: float = setting(
-        300.0, "seconds to wait until nothing runs on a rank; 0: only where nothing runs"
+        300.0,
+        "seconds to wait until nothing runs on a rank; 0: only where nothing runs",
+        bounds=Bounds(at_least=0),
     )
-
-    def __post_init__(self) -> None:
-        RanksConfig.__post_init__(self)
-        if not 0 <= self.timeout_s < float("inf"):
-            raise ConfigError(f"--timeout-s must be 0 or more, got {self.timeout_s:g}")
 
 
 def run(argv: list[str]) -> int:

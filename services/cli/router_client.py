@@ -5,16 +5,20 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from services.net import channels, grpc_errors
 from services.net.channels import TlsConfig
 from services.settings.cluster_config import ClusterConfig
-from services.settings.flags import setting
+from services.settings.flags import Bounds, setting
 from services.values.errors import ConfigError, InvalidRequest, PeerFailed
 from services.values.request import MAX_TIMEOUT_S
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+
+MAX_TOKENS_BOUNDS = Bounds(at_least=1, at_most=2**31 - 1)
+SEED_BOUNDS = Bounds(at_least=0, at_most=2**64 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +115,22 @@ class RanksConfig(ClusterConfig):
     router: str = setting("127.0.0.1:7777", "HOST:PORT of a router's gRPC API")
     api_key_file: Path | None = setting(None, "file that begins with the key to show the router")
 
+    def open_channel(self) -> grpc.aio.Channel:
+        return channels.open_channel(self.router, self.tls())
 
-async def ask_router(config: RanksConfig) -> generation_pb2.ListRanksResponse:
+
+async def ask(
+    config: ClientConfig | RanksConfig, method: str, request: Any, timeout_s: float = _ANSWER_TIMEOUT_S
+) -> Any:
+    """Return the router's answer to a call of this method of its API. Raises the errors of `naming`."""
     metadata = key_metadata(config.api_key_file)
-    async with channels.open_channel(config.router, config.tls()) as channel:
-        list_ranks = generation_pb2_grpc.GenerationStub(channel).ListRanks
+    async with config.open_channel() as channel:
+        call = getattr(generation_pb2_grpc.GenerationStub(channel), method)
         with naming(config.router):
-            answer = await list_ranks(
-                generation_pb2.ListRanksRequest(), timeout=_ANSWER_TIMEOUT_S, metadata=metadata
-            )
-    assert isinstance(answer, generation_pb2.ListRanksResponse)
+            return await call(request, timeout=timeout_s, metadata=metadata)
+
+
+async def ask_for_ranks(config: RanksConfig) -> generation_pb2.ListRanksResponse:
+    answer: generation_pb2.ListRanksResponse
+    answer = await ask(config, "ListRanks", generation_pb2.ListRanksRequest())
     return answer

@@ -1,8 +1,10 @@
-"""This module formats tables and folds texts for the width of a terminal."""
+"""This module formats tables, names and sizes, and folds texts for the width of a terminal."""
 
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
+
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _GAP = "  "
 _INDENT = "     "
@@ -87,6 +89,29 @@ def fold(line: str, width: int | None, indent: int = 0) -> str:
         width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(wrapper.wrap(line))
+
+
+def format_rank(rank: common_pb2.RankId) -> str:
+    return f"{rank.worker}/{rank.rank}"
+
+
+def format_plan(placement: generation_pb2.Placement) -> str:
+    return str(common_pb2.Plan.Name(placement.plan)).removeprefix("PLAN_").lower()
+
+
+def format_reason(finish: generation_pb2.Finish) -> str:
+    return str(common_pb2.FinishReason.Name(finish.reason)).removeprefix("FINISH_REASON_").lower()
+
+
+# A turn of a conversation is shown by these columns, which others may follow.
+TURN_HEADINGS = ("turn", "decode rank", "plan", "prompt tokens", "decode_prefix_len", "KV moved", "KV saved")
+
+
+def turn_row(turn: int, finish: generation_pb2.Finish) -> tuple[object, ...]:
+    usage, placement = finish.usage, finish.placement
+    sizes = format_bytes(usage.kv_bytes_moved), format_bytes(usage.kv_bytes_saved)
+    where = format_rank(placement.decode), format_plan(placement)
+    return turn, *where, usage.prompt_tokens, usage.decode_prefix_len, *sizes
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -9,7 +9,6 @@ open loop     starts each session at its time, whatever still runs; `concurrency
 """
 
 import asyncio
-import itertools
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -244,18 +243,14 @@ async def open_loop(
 async def converse(side: LoadTarget, session: LoadSession, meter: Meter) -> None:
     so_far: list[int] = []
     conversation = session.name if len(session.turns) > 1 else ""
-    for turn, last in zip(session.turns, _is_last(len(session.turns)), strict=True):
+    for number, turn in enumerate(session.turns, start=1):
         so_far += turn.token_ids
         answer = await _ask(side, LoadRequest(so_far, turn.output_len, conversation), meter)
         if answer is None:
             return
-        if not answer and not last:
+        if not answer and number < len(session.turns):
             raise PeerFailed("the server tells no token ids: conversations want return_token_ids there")
         so_far += answer
-
-
-def _is_last(count: int) -> Iterator[bool]:
-    return itertools.chain(itertools.repeat(False, count - 1), [True])
 
 
 async def _ask(side: LoadTarget, load_request: LoadRequest, meter: Meter) -> list[int] | None:

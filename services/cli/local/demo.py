@@ -15,7 +15,7 @@ from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.model.fetch_model import ensure_cached
 from services.cli.model.make_model import make_model
 from services.cli.router_client import responses
-from services.cli.table import format_bytes, format_table
+from services.cli.table import TURN_HEADINGS, format_table, turn_row
 from services.net import channels
 from services.settings.flags import load, refusing, setting
 from services.settings.named_models import KNOWN, resolved
@@ -70,16 +70,6 @@ _SMALL_TALK = Talk(
 _READY_TIMEOUT_S = {"torch": 300.0, "sglang": 600.0}
 _DEFAULT = KNOWN["smollm2"]
 _SPEAKER, _WIDEST = 11, 110  # Both are numbers of columns.
-_HEADINGS = (
-    "turn",
-    "decode rank",
-    "plan",
-    "prompt tokens",
-    "decode_prefix_len",
-    "KV moved",
-    "KV saved",
-    "TTFT",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +167,8 @@ async def _converse(channel: grpc.aio.Channel, config: DemoConfig, talk: Talk) -
         answer, ids, finish = await _ask(channel, messages, config.max_tokens or talk.max_tokens)
         # The request contains the generated token ids, so that the answer's KV is found again.
         messages.append(generation_pb2.ChatMessage(role="assistant", content=answer, token_ids=ids))
-        rows.append(_row(turn, finish))
-    print("\n\n" + format_table(_HEADINGS, rows, screen.width()))
+        rows.append((*turn_row(turn, finish), f"{1e3 * finish.stages.first_token_s:.1f} ms"))
+    print("\n\n" + format_table((*TURN_HEADINGS, "TTFT"), rows, screen.width()))
     print("\ndecode_prefix_len tokens were already on the decode rank: only the rest of the KV crossed.")
     print(*filter(None, [talk.warning]))
 
@@ -209,17 +199,3 @@ async def _ask(
         if response.HasField("finish"):
             finish = response.finish
     return text, ids, finish
-
-
-def _row(turn: int, finish: generation_pb2.Finish) -> tuple[object, ...]:
-    usage, placement = finish.usage, finish.placement
-    return (
-        turn,
-        f"{placement.decode.worker}/{placement.decode.rank}",
-        common_pb2.Plan.Name(placement.plan).removeprefix("PLAN_").lower(),
-        usage.prompt_tokens,
-        usage.decode_prefix_len,
-        format_bytes(usage.kv_bytes_moved),
-        format_bytes(usage.kv_bytes_saved),
-        f"{1e3 * finish.stages.first_token_s:.1f} ms",
-    )

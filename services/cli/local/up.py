@@ -85,6 +85,11 @@ def planned(shape: Shape) -> str:
     return ", ".join(parts if shape.etcd else ["etcd", *parts])
 
 
+# These settings are the shape's, too.
+_OF_SHAPE = (
+    *("model", "data_dir", "etcd", "host", "port", "http_port", "routers"),
+    *("prefill_workers", "prefill_dp_size", "decode_workers", "decode_dp_size"),
+)
 _KILLED = 130  # Any program that Ctrl-C ends has this code.
 
 
@@ -125,17 +130,7 @@ class UpConfig:
 
     def shape(self) -> Shape:
         return Shape(
-            model=self.model,
-            data_dir=self.data_dir,
-            routers=self.routers,
-            prefill_workers=self.prefill_workers,
-            prefill_dp_size=self.prefill_dp_size,
-            decode_workers=self.decode_workers,
-            decode_dp_size=self.decode_dp_size,
-            etcd=self.etcd,
-            host=self.host,
-            port=self.port,
-            http_port=self.http_port,
+            **{name: getattr(self, name) for name in _OF_SHAPE},
             common_flags=(
                 f"--log-format={self.log_format}",
                 *([f"--model-name={self.model_name}"] if self.model_name else []),
@@ -181,7 +176,7 @@ def _run(config: UpConfig) -> int:
     with refusing("isthmus up"):
         ensure_cached(str(config.model), _report)
         config = resolved(config, weights="engine=fake" not in config.rank_flag, report=_report)
-    LocalCluster(config.shape(), _show_nothing).check()
+    LocalCluster(config.shape(), lambda name, line: None).check()
     return asyncio.run(_up(config, progress))
 
 
@@ -196,10 +191,6 @@ def _progress(config: UpConfig) -> StartProgress | None:
 
 def _report(what: str) -> None:
     print(f"isthmus up: {what}", file=sys.stderr, flush=True)
-
-
-def _show_nothing(name: str, line: str) -> None:
-    pass
 
 
 async def _up(config: UpConfig, progress: StartProgress | None) -> int:

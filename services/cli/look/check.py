@@ -17,7 +17,7 @@ import grpc
 from services.cli import screen
 from services.cli.look.size import carried_bytes, read_config, tail_bytes
 from services.cli.router_client import ClientConfig, key_metadata, responses
-from services.cli.table import fold, format_bytes, format_table
+from services.cli.table import TURN_HEADINGS, fold, format_bytes, format_rank, format_table, turn_row
 from services.engine.choose import check_checkpoint
 from services.model.layer_groups import LayerGroups, RecurrentGroup, draft_groups, layer_groups, text_config
 from services.model.model_config import ITEM_BYTES, context_tokens, kv_dtype
@@ -29,7 +29,6 @@ from services.values.kv import GroupKind
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _WORDS = ("canal", "coast", "current", "depth", "isthmus", "lock", "pilot", "sand", "ship", "tide")
-_HEADINGS = ("turn", "decode rank", "plan", "prompt tokens", "decode_prefix_len", "KV moved", "KV saved")
 _RETRY_S = 1.0
 
 
@@ -40,13 +39,12 @@ class CheckConfig(ClientConfig):
     With a directory (`isthmus check DIR`) it examines a checkpoint instead.
     """
 
-    words: int = setting(200, "words of the first prompt; it must fill a page")
-    max_tokens: int = setting(8, "tokens per answer")
+    words: int = setting(200, "words of the first prompt; it must fill a page", bounds=Bounds(at_least=1))
+    max_tokens: int = setting(8, "tokens per answer", bounds=Bounds(at_least=1))
     timeout_s: float = setting(120.0, "seconds for a cluster that is starting to become ready, and to answer")
 
     def __post_init__(self) -> None:
-        if self.words < 1 or self.max_tokens < 1:
-            raise ConfigError("--words and --max-tokens must be 1 or more")
+        check_bounds(self)
 
 
 def run(argv: list[str]) -> int:
@@ -66,7 +64,7 @@ async def check(config: CheckConfig, rng: random.Random) -> int:
             _, second = await _ask(channel, config, f"{prompt}{answer} And then?", conversation_id)
     except TimeoutError:
         raise DeadlineExceeded(f"no two answers within {config.timeout_s:g} s") from None
-    print(format_table(_HEADINGS, [_row(1, first), _row(2, second)], screen.width()))
+    print(format_table(TURN_HEADINGS, [turn_row(1, first), turn_row(2, second)], screen.width()))
     problem = verdict(first, second)
     print(problem or "the second turn found the first one's KV", file=sys.stderr if problem else sys.stdout)
     return 1 if problem else 0
@@ -79,7 +77,7 @@ def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
         first.placements[-1] if first.placements else first.placement
     ).decode  # The first turn ended on this rank.
     after = second.placement.decode
-    if (before.worker, before.rank) != (after.worker, after.rank):
+    if format_rank(before) != format_rank(after):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"
     return "the decode rank lacks the first turn's KV: is its cache on, and the prompt longer than a page?"
 
@@ -110,19 +108,6 @@ async def _ask(
         if response.HasField("finish"):
             finish = response.finish
     return text, finish
-
-
-def _row(turn: int, finish: generation_pb2.Finish) -> tuple[object, ...]:
-    usage, decode = finish.usage, finish.placement.decode
-    return (
-        turn,
-        f"{decode.worker}/{decode.rank}",
-        common_pb2.Plan.Name(finish.placement.plan).removeprefix("PLAN_").lower(),
-        usage.prompt_tokens,
-        usage.decode_prefix_len,
-        format_bytes(usage.kv_bytes_moved),
-        format_bytes(usage.kv_bytes_saved),
-    )
 
 
 _GROUP_HEADINGS = ("group", "layers", "what is kept", "bytes")

@@ -106,14 +106,14 @@ _KEPT = 200  # At most this many finished requests are shown.
 
 
 class Picture:
-    """Times are seconds on our own clock: a router's may be another."""
+    """`last` is the last report. Times are seconds on our own clock: a router's may be another."""
 
     def __init__(self, window_s: float, now: float) -> None:
         self._ranks: dict[RankName, RankStatus] = {}
-        self._window = RecentRequests(window_s, now)
+        self.window = RecentRequests(window_s, now)
         self._finished: deque[tuple[float, FinishedRequest]] = deque(maxlen=_KEPT)
         self._received_s = now
-        self._last = WatchClusterResponse()
+        self.last = WatchClusterResponse()
         self.away = ""  # This is the reason if no reports arrive.
 
     def add(self, response: WatchClusterResponse, now: float, is_first: bool) -> None:
@@ -125,43 +125,17 @@ class Picture:
         for status in response.ranks:
             self._ranks[name_of(status.rank)] = status
         for finished in response.finished:
-            self._window.add(now, finished)
+            self.window.add(now, finished)
             self._finished.appendleft((now, finished))
-        self._last, self._received_s, self.away = response, now, ""
+        self.last, self._received_s, self.away = response, now, ""
 
     @property
     def ranks(self) -> Sequence[RankStatus]:
         # Decode ranks come first.
         return sorted(self._ranks.values(), key=lambda s: (-s.role, s.rank.worker, s.rank.rank))
 
-    @property
-    def num_running(self) -> int:
-        return self._last.num_running
-
-    @property
-    def dropped(self) -> int:
-        return self._last.dropped
-
-    @property
-    def degraded(self) -> str:
-        return self._last.degraded
-
-    @property
-    def staleness_s(self) -> float:
-        return self._last.staleness_s
-
-    @property
-    def window_s(self) -> float:
-        return self._window.window_s
-
     def running(self, now: float) -> Sequence[tuple[float, RunningRequest]]:
-        return [(each.age_s + now - self._received_s, each) for each in self._last.running]
+        return [(each.age_s + now - self._received_s, each) for each in self.last.running]
 
     def finished(self, now: float) -> Sequence[tuple[float, FinishedRequest]]:
         return [(now - received_s, each) for received_s, each in self._finished]
-
-    def totals(self, now: float) -> Totals:
-        return self._window.totals(now)
-
-    def hit_rates(self, now: float) -> dict[RankName, float]:
-        return self._window.hit_rates(now)

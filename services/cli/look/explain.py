@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.router_client import ClientConfig, given_prompt, key_metadata, naming
-from services.cli.table import fold, format_bytes, format_table
-from services.settings.flags import load, setting
-from services.values.errors import ConfigError
+from services.cli.router_client import MAX_TOKENS_BOUNDS, ClientConfig, ask, given_prompt
+from services.cli.table import fold, format_bytes, format_rank, format_table
+from services.settings.flags import check_bounds, load, setting
 from services.wire import convert
-from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 # The first lines have the costs to the request, in the order of its stages; the last has the costs to others.
 _ORDER = (
@@ -35,11 +34,12 @@ class ExplainConfig(ClientConfig):
     prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
     conversation: str = setting("", "conversation id")
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
-    max_tokens: int | None = setting(None, "tokens to generate at most; default: nobody says")
+    max_tokens: int | None = setting(
+        None, "tokens to generate at most; default: nobody says", bounds=MAX_TOKENS_BOUNDS
+    )
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
-            raise ConfigError(f"--max-tokens is between 1 and {2**31 - 1}, got {self.max_tokens}")
+        check_bounds(self)
 
 
 def run(argv: list[str]) -> int:
@@ -54,13 +54,7 @@ async def _explain(config: ExplainConfig, prompt: str) -> int:
         tenant=config.tenant,
         sampling=common_pb2.SamplingParams(max_tokens=config.max_tokens),
     )
-    metadata = key_metadata(config.api_key_file)
-    async with config.open_channel() as channel:
-        explain = generation_pb2_grpc.GenerationStub(channel).Explain
-        with naming(config.router):
-            answer = await explain(
-                generation_pb2.ExplainRequest(request=request), timeout=10, metadata=metadata
-            )
+    answer = await ask(config, "Explain", generation_pb2.ExplainRequest(request=request))
     print(format_explanation(answer, screen.width()))
     return 0 if any(candidate.chosen for candidate in answer.candidates) else 1
 
@@ -69,7 +63,7 @@ def format_explanation(answer: generation_pb2.ExplainResponse, width: int | None
     carried = f"; tails and states are {format_bytes(answer.carried_bytes)}" if answer.carried_bytes else ""
     lines = [f"{answer.prompt_tokens} prompt tokens{carried}", *_choice(answer)]
     if answer.HasField("pinned"):
-        lines.append(f"pinned to {_name(answer.pinned)}")
+        lines.append(f"pinned to {format_rank(answer.pinned)}")
     if answer.constraint:
         lines.append(f"the answer is kept to a constraint: {answer.constraint}")
     if answer.past_answers:
@@ -95,9 +89,9 @@ def format_candidates(answer: generation_pb2.ExplainResponse, width: int | None 
 def _choice(answer: generation_pb2.ExplainResponse) -> list[str]:
     for candidate in answer.candidates:
         if candidate.chosen:
-            by = f", computed by {_name(candidate.prefill)}" if candidate.HasField("prefill") else ""
-            pulled = f", pulled from {_name(candidate.source)}" if candidate.HasField("source") else ""
-            where = f"{_name(candidate.decode)}{by}, plan {_plan(candidate)}{pulled}"
+            by = f", computed by {format_rank(candidate.prefill)}" if candidate.HasField("prefill") else ""
+            pulled = f", pulled from {format_rank(candidate.source)}" if candidate.HasField("source") else ""
+            where = f"{format_rank(candidate.decode)}{by}, plan {_plan(candidate)}{pulled}"
             return [f"chosen: {where}", f"reason: {answer.reason}: {_REASONS.get(answer.reason, '')}"]
     return [f"no choice: {answer.reason}"]
 
@@ -112,7 +106,7 @@ def _held(answer: generation_pb2.ExplainResponse, width: int | None) -> str:
     for candidate in answer.candidates:
         for role in ("decode", "prefill"):
             if candidate.HasField(role):
-                ranks.setdefault(_name(getattr(candidate, role)), (role, candidate))
+                ranks.setdefault(format_rank(getattr(candidate, role)), (role, candidate))
     reports = any(candidate.HasField(f"{role}_resume_tokens") for role, candidate in ranks.values())
     pools = {(role, getattr(candidate, f"{role}_context_tokens")) for role, candidate in ranks.values()}
     differ = len(pools) > len({role for role, _ in pools})
@@ -134,7 +128,7 @@ def _notes(candidate: generation_pb2.Candidate) -> Iterator[str]:
     if candidate.pinned:
         yield "pinned"
     if candidate.HasField("source"):
-        yield f"pulls {candidate.source_tokens} from {_name(candidate.source)}"
+        yield f"pulls {candidate.source_tokens} from {format_rank(candidate.source)}"
     if candidate.brought_tokens:
         yield f"brings up {candidate.brought_tokens} from its tiers"
     if candidate.decode_tokens_per_step > 1:
@@ -148,8 +142,8 @@ def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
     is_priced = candidate.plan != common_pb2.PLAN_UNSPECIFIED
     return [
         "*" if candidate.chosen else "",
-        _name(candidate.decode) if candidate.HasField("decode") else "-",
-        _name(candidate.prefill) if candidate.HasField("prefill") else "-",
+        format_rank(candidate.decode) if candidate.HasField("decode") else "-",
+        format_rank(candidate.prefill) if candidate.HasField("prefill") else "-",
         _plan(candidate) if is_priced else "",
         *(terms.get(name, "") for name in names),
         f"{1e3 * candidate.total_s:.2f}" if is_priced else "",
@@ -159,7 +153,3 @@ def _row(candidate: generation_pb2.Candidate, names: list[str]) -> list[object]:
 
 def _plan(candidate: generation_pb2.Candidate) -> str:
     return convert.plan_from_proto(candidate.plan).value
-
-
-def _name(rank: common_pb2.RankId) -> str:
-    return f"{rank.worker}/{rank.rank}"

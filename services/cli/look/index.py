@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.router_client import RanksConfig, ask_router
-from services.cli.table import format_table
+from services.cli.router_client import RanksConfig, ask_for_ranks
+from services.cli.table import format_rank, format_table
 from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror
@@ -33,12 +33,11 @@ class IndexConfig(RanksConfig):
 
 def run(argv: list[str]) -> int:
     config = load(IndexConfig, argv, prog="isthmus index")
-    print(asyncio.run(_read_etcd(config) if config.etcd else _ask_router(config)))
+    if config.etcd:
+        print(asyncio.run(_read_etcd(config)))
+    else:
+        print(format_answer(asyncio.run(ask_for_ranks(config)), screen.width()))
     return 0
-
-
-async def _ask_router(config: IndexConfig) -> str:
-    return format_answer(await ask_router(config), screen.width())
 
 
 async def _read_etcd(config: IndexConfig) -> str:
@@ -102,7 +101,7 @@ def _table(
 def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
     load = rank.load
     return (
-        f"{rank.rank.worker}/{rank.rank.rank}",
+        format_rank(rank.rank),
         convert.role_from_proto(rank.role).value,
         rank.state,
         f"{rank.rank.generation:016x}",

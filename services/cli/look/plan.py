@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from services.cli import screen
-from services.cli.router_client import ClientConfig, key_metadata, naming
+from services.cli.router_client import ClientConfig, ask
 from services.cli.table import fold, format_table
 from services.router.replay.messages import load_from_proto
 from services.router.replay.observed import Observation, merged
 from services.router.replay.planner import Advice, Goals, Outlook, advise, quantile
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import NotFound
-from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1 import generation_pb2
 
 _HEADINGS = (
     *("", "prefill", "decode", "TTFT p50", "TTFT p99", "ITL p50", "ITL p99"),
@@ -80,7 +80,8 @@ async def observations(config: PlanConfig) -> list[Observation]:
     """Ask each router, and return what all of them saw of each model."""
     routers = config.routers or (config.router,)
     request = generation_pb2.ListLoadRequest(salt=secrets.randbits(64), model=config.model)
-    answers = await asyncio.gather(*(_ask(replace(config, router=router), request) for router in routers))
+    asked = (ask(replace(config, router=router), "ListLoad", request, timeout_s=30) for router in routers)
+    answers = await asyncio.gather(*asked)
     by_model: dict[str, list[Observation]] = {}
     for message in (each for answer in answers for each in answer.models):
         seen = load_from_proto(message)
@@ -89,23 +90,12 @@ async def observations(config: PlanConfig) -> list[Observation]:
     return [merged(each) for each in by_model.values()]
 
 
-async def _ask(
-    config: PlanConfig, request: generation_pb2.ListLoadRequest
-) -> generation_pb2.ListLoadResponse:
-    metadata = key_metadata(config.api_key_file)
-    async with config.open_channel() as channel:
-        list_load = generation_pb2_grpc.GenerationStub(channel).ListLoad
-        with naming(config.router):
-            answer = await list_load(request, timeout=30, metadata=metadata)
-    assert isinstance(answer, generation_pb2.ListLoadResponse)
-    return answer
-
-
 def format_advice(advice: Advice, width: int | None = None) -> str:
     """Format the sizes that were tried, and what follows from them."""
     rows = [_row(outlook, advice) for outlook in advice.tried]
     lines = [*_head(advice), "", format_table(_HEADINGS, rows, width, _LEAD), ""]
-    lines += [fold(line, width, indent=2) for line in (*_verdict(advice), *map(_warned, advice.warnings))]
+    warnings = (f"beware: {warning}" for warning in advice.warnings)
+    lines += [fold(line, width, indent=2) for line in (*_verdict(advice), *warnings)]
     return "\n".join(lines)
 
 
@@ -161,10 +151,6 @@ def _verdict(advice: Advice) -> Iterator[str]:
 def _counted(outlook: Outlook) -> str:
     size = outlook.size
     return f"{size.prefill} prefill, {size.decode} decode" if size.prefill else f"{size.decode} that do both"
-
-
-def _warned(warning: str) -> str:
-    return f"beware: {warning}"
 
 
 def _ms(seconds: float) -> str:

@@ -108,9 +108,7 @@ class CarriedPools:
     @property
     def point_bytes(self) -> int:
         """Return the bytes of one checkpoint, with the longest tails."""
-        windows, recurrent = self.groups.windows, self.groups.recurrent
-        tails = [tail_bytes(window, self.dtype, self.page_size, self.tp_size) for window in windows]
-        return sum(tails) + (recurrent.state_bytes(self.dtype, self.tp_size) if recurrent else 0)
+        return carried_bytes(self.groups, self.dtype, self.page_size, self.tp_size)
 
     @property
     def size_bytes(self) -> int:

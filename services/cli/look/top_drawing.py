@@ -15,7 +15,7 @@ from services.cli.look.cluster_picture import (
     found_at_decode,
     name_of,
 )
-from services.cli.table import format_bytes
+from services.cli.table import format_bytes, format_rank, format_reason
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import FinishedRequest, RankStatus, RunningRequest
 
@@ -259,22 +259,22 @@ def _head(picture: Picture, now: float, title: str, width: int) -> Iterator[Text
         )
     )
     yield _joined([Text("isthmus top", _STRONG), Text(title), Text(f"{ranks} ranks")], width)
-    totals = picture.totals(now)
-    parts = [f"last {picture.window_s:g} s", f"{totals.requests_per_s:.1f} requests/s"]
+    totals, last = picture.window.totals(now), picture.last
+    parts = [f"last {picture.window.window_s:g} s", f"{totals.requests_per_s:.1f} requests/s"]
     if totals.hit_rate is not None:
         parts.append(f"{totals.hit_rate:.0%} found")
     if totals.ttft_p50_s is not None and totals.ttft_p99_s is not None:
         parts.append(f"TTFT p50 {_time(totals.ttft_p50_s)}, p99 {_time(totals.ttft_p99_s)}")
     failed = [Text(f"{totals.failed} failed", _BAD)] if totals.failed else []
-    yield _joined([*map(Text, parts), *failed, Text(f"{picture.num_running} run")], width)
+    yield _joined([*map(Text, parts), *failed, Text(f"{last.num_running} run")], width)
     if picture.away:
         yield Text(picture.away, _BAD)
-    if picture.degraded:
-        yield Text(f"degraded: {picture.degraded}", _WARN)
-    if picture.staleness_s >= _BEHIND_S:
-        yield Text(f"the index is {picture.staleness_s:.1f} s behind the ranks", _WARN)
-    if picture.dropped:
-        yield Text(f"{picture.dropped} finished requests were not reported: this reads too slowly", _WARN)
+    if last.degraded:
+        yield Text(f"degraded: {last.degraded}", _WARN)
+    if last.staleness_s >= _BEHIND_S:
+        yield Text(f"the index is {last.staleness_s:.1f} s behind the ranks", _WARN)
+    if last.dropped:
+        yield Text(f"{last.dropped} finished requests were not reported: this reads too slowly", _WARN)
 
 
 def _joined(parts: Sequence[Text], width: int) -> Text:
@@ -294,7 +294,7 @@ def _legend(glyphs: Glyphs, hint: str, width: int) -> Iterator[Text]:
 
 
 def _rank_rows(picture: Picture, now: float) -> list[list[Cell]]:
-    rates = picture.hit_rates(now)
+    rates = picture.window.hit_rates(now)
     return [_rank_row(rank, rates) for rank in picture.ranks]
 
 
@@ -303,7 +303,7 @@ def _rank_row(rank: RankStatus, rates: dict[RankName, float]) -> list[Cell]:
     used = load.used_pages + load.quarantined_pages
     rate = rates.get(name_of(rank.rank))
     return [
-        _name(rank.rank),
+        format_rank(rank.rank),
         common_pb2.Role.Name(rank.role).removeprefix("ROLE_").lower(),
         Text(state, _STATE_STYLES.get(state, _BAD)),
         Bar(used, load.cached_pages, load.total_pages, _POOL_STYLES),
@@ -330,8 +330,8 @@ def _running_row(age_s: float, request: RunningRequest) -> list[Cell]:
         request.request_id,
         request.tenant,
         request.conversation_id,
-        _name(request.decode) if request.HasField("decode") else Text("waits", _WARN),
-        _name(request.prefill) if request.HasField("prefill") else "",
+        format_rank(request.decode) if request.HasField("decode") else Text("waits", _WARN),
+        format_rank(request.prefill) if request.HasField("prefill") else "",
         _time(age_s),
         str(request.prompt_tokens),
         str(request.completion_tokens),
@@ -345,7 +345,7 @@ def _finished_row(ago_s: float, request: FinishedRequest) -> list[Cell]:
         request.request_id,
         request.tenant,
         _time(ago_s),
-        _name(finish.placement.decode) if finish.HasField("placement") else "",
+        format_rank(finish.placement.decode) if finish.HasField("placement") else "",
         Bar(found, came_to_decode(finish), usage.prompt_tokens),
         str(usage.prompt_tokens or ""),
         f"{found / usage.prompt_tokens:.0%}" if usage.prompt_tokens else "",
@@ -361,11 +361,7 @@ def _end(request: FinishedRequest) -> Text:
     if request.outcome != "ok":
         name = _FAILURES.get(request.outcome, request.outcome.lower())
         return Text(name, _WARN if name == "aborted" else _BAD)
-    return Text(common_pb2.FinishReason.Name(request.finish.reason).removeprefix("FINISH_REASON_").lower())
-
-
-def _name(rank: common_pb2.RankId) -> str:
-    return f"{rank.worker}/{rank.rank}"
+    return Text(format_reason(request.finish))
 
 
 def _time(seconds: float) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.router_client import ClientConfig, key_metadata, naming
+from services.cli.router_client import ClientConfig, ask
 from services.cli.table import fold, format_bytes, format_table
 from services.settings.flags import load
-from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
+from services.wire.isthmus.v1 import generation_pb2
 
 _HEADINGS = (
     *("tenant", "weight", "running", "held", "requests", "refused"),
@@ -26,18 +26,9 @@ class UsageConfig(ClientConfig):
 
 def run(argv: list[str]) -> int:
     config = load(UsageConfig, argv, prog="isthmus usage")
-    print(format_usage(asyncio.run(_ask(config)), screen.width()))
+    answer = asyncio.run(ask(config, "ListTenants", generation_pb2.ListTenantsRequest()))
+    print(format_usage(answer, screen.width()))
     return 0
-
-
-async def _ask(config: UsageConfig) -> generation_pb2.ListTenantsResponse:
-    metadata = key_metadata(config.api_key_file)
-    async with config.open_channel() as channel:
-        list_tenants = generation_pb2_grpc.GenerationStub(channel).ListTenants
-        with naming(config.router):
-            answer = await list_tenants(generation_pb2.ListTenantsRequest(), timeout=10, metadata=metadata)
-    assert isinstance(answer, generation_pb2.ListTenantsResponse)
-    return answer
 
 
 def format_usage(answer: generation_pb2.ListTenantsResponse, width: int | None = None) -> str:
