@@ -3,7 +3,6 @@
 It ignores unknown parameters, except those in refused.py.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from services.router.dialects.body_params import (
     one_for_each,
     read_best_of,
     read_constraint,
+    read_function,
     read_n,
 )
 from services.router.dialects.choice_formats import NO_ECHO, Echo, read_prompt_logprobs
@@ -22,15 +22,14 @@ from services.router.dialects.json_body import (
     Body,
     InvalidParameter,
     check_ids,
-    check_list,
     check_text,
+    json_text,
 )
 from services.router.dialects.sampling import read_sampling
 from services.wire.isthmus.v1.generation_pb2 import (
     Chat,
     ChatMessage,
     GenerateRequest,
-    Tool,
     ToolCall,
     ToolChoice,
 )
@@ -95,76 +94,38 @@ _MODES = {
 
 
 def read_tools(body: Body, chat: Chat) -> None:
-    chat.tools.extend(_read_tool(item, f"tools[{index}]") for index, item in enumerate(body.items("tools")))
-    _read_choice(body.get("tool_choice"), chat)
+    chat.tools.extend(read_function(_function(tool)) for tool in body.objects("tools"))
+    _read_choice(body, chat)
     if body.get("parallel_tool_calls") is not None:
         chat.parallel_tool_calls = body.flag("parallel_tool_calls")
 
 
-def read_calls(value: object, name: str) -> list[ToolCall]:
-    return [_read_call(item, f"{name}[{index}]") for index, item in enumerate(check_list(value, name))]
-
-
-def _read_tool(value: object, name: str) -> Tool:
-    function = _function(value, name)
-    name = f"{name}.function"
-    description, strict = function.get("description"), function.get("strict")
-    if not isinstance(strict, bool | None):
-        raise InvalidParameter(f"{name}.strict", "must be true or false")
-    return Tool(
-        name=check_text(function.get("name"), f"{name}.name"),
-        description="" if description is None else check_text(description, f"{name}.description"),
-        parameters=_json_text(function.get("parameters"), f"{name}.parameters"),
-        strict=bool(strict),
-    )
-
-
-def _read_choice(value: object, chat: Chat) -> None:
-    if value is None:
-        return
+def _read_choice(body: Body, chat: Chat) -> None:
+    value = body.get("tool_choice")
     if isinstance(value, str) and value in _MODES:
         chat.tool_choice.mode = _MODES[value]
-        return
-    if not isinstance(value, dict):
-        raise InvalidParameter("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
-    chosen = _function(value, "tool_choice")
-    chat.tool_choice.name = check_text(chosen.get("name"), "tool_choice.function.name")
+    elif isinstance(value, dict):
+        chat.tool_choice.name = _function(body.inner("tool_choice")).required_text("name")
+    elif value is not None:
+        raise body.wrong("tool_choice", f"must be one of {', '.join(_MODES)}, or name a function")
 
 
-def _read_call(value: object, name: str) -> ToolCall:
-    function = _function(value, name)
-    assert isinstance(value, dict)
+def _read_call(call: Body) -> ToolCall:
+    function = _function(call)
     arguments = function.get("arguments")
     if isinstance(arguments, dict):  # Some clients send an object.
-        arguments = _json_text(arguments, f"{name}.function.arguments")
-    id_ = value.get("id")
-    return ToolCall(
-        id="" if id_ is None else check_text(id_, f"{name}.id"),
-        name=check_text(function.get("name"), f"{name}.function.name"),
-        arguments="" if arguments is None else check_text(arguments, f"{name}.function.arguments"),
-    )
+        text = json_text(arguments, function.name_of("arguments"))
+    else:
+        text = function.text("arguments")
+    return ToolCall(id=call.text("id"), name=function.required_text("name"), arguments=text)
 
 
-def _function(value: object, name: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise InvalidParameter(name, "must be an object")
-    if value.get("type", "function") != "function":
-        raise InvalidParameter(f"{name}.type", 'must be "function"; this server knows no other')
-    function = value.get("function")
-    if not isinstance(function, dict):
-        raise InvalidParameter(f"{name}.function", "must be an object")
-    return function
-
-
-def _json_text(value: object, name: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, dict):
-        raise InvalidParameter(name, "must be an object")
-    try:
-        return check_text(json.dumps(value, ensure_ascii=False), name)
-    except RecursionError as error:
-        raise InvalidParameter(name, "is nested too deeply") from error
+def _function(holder: Body) -> Body:
+    if (holder.text("type") or "function") != "function":
+        raise holder.wrong("type", 'must be "function"; this server knows no other')
+    if holder.get("function") is None:
+        raise holder.wrong("function", "must be an object")
+    return holder.inner("function")
 
 
 def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> OpenAiCall:
@@ -174,9 +135,7 @@ def read_chat_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> 
     if max_tokens is None:
         max_tokens = body.max_tokens("max_tokens")
     sampling = read_sampling(body, max_tokens, _read_chat_logprobs(body))
-    chat = Chat(
-        messages=_read_messages(fields.get("messages")), chat_template_kwargs=_read_template_kwargs(body)
-    )
+    chat = Chat(messages=_read_messages(body), chat_template_kwargs=_read_template_kwargs(body))
     read_tools(body, chat)
     chat.continue_final_message = read_continuing(body)
     request = GenerateRequest(chat=chat, sampling=sampling)
@@ -196,62 +155,38 @@ def _read_chat_logprobs(body: Body) -> int | None:
 def _read_template_kwargs(body: Body) -> str:
     """Return the template's variables as JSON. A reasoning_effort is one of them, as with vLLM and SGLang;
     "none" turns thinking off."""
-    name = "chat_template_kwargs"
-    given = body.get(name)
-    if not isinstance(given, dict | None):
-        raise InvalidParameter(name, "must be an object")
-    effort = body.text("reasoning_effort")
+    name, effort = "chat_template_kwargs", body.text("reasoning_effort")
     variables: dict[str, object] = {"reasoning_effort": effort} if effort else {}
     if effort == "none":
         variables["enable_thinking"] = False
-    variables |= given or {}
-    try:
-        return check_text(json.dumps(variables, ensure_ascii=False), name) if variables else ""
-    except RecursionError as error:
-        raise InvalidParameter(name, "is nested too deeply") from error
+    variables |= body.object(name)
+    return json_text(variables, name) if variables else ""
 
 
-def _read_messages(value: object) -> list[ChatMessage]:
-    if not isinstance(value, list) or not value:
-        raise InvalidParameter("messages", "must be a list of at least one message")
-    items = check_list(value, "messages")
-    return [_read_message(item, f"messages[{index}]") for index, item in enumerate(items)]
+def _read_messages(body: Body) -> list[ChatMessage]:
+    if not isinstance(body.get("messages"), list) or not body.get("messages"):
+        raise body.wrong("messages", "must be a list of at least one message")
+    return [_read_message(message) for message in body.objects("messages")]
 
 
-def _read_message(value: object, name: str) -> ChatMessage:
-    if not isinstance(value, dict):
-        raise InvalidParameter(name, "must be an object")
-    if value.get("function_call"):
-        raise InvalidParameter(f"{name}.function_call", "is not supported by this server; use tool_calls")
-    token_ids = value.get("token_ids")
-    content = _read_content(value.get("content"), f"{name}.content")
+def _read_message(message: Body) -> ChatMessage:
+    if message.get("function_call"):
+        raise message.wrong("function_call", "is not supported by this server; use tool_calls")
+    content = message.get("content")
+    if not isinstance(content, str | list | None):
+        raise message.wrong("content", "must be a string or a list of text parts")
+    parts = message.items("content") if isinstance(content, list) else []
+    name = message.name_of("content")
     return ChatMessage(
-        role=check_text(value.get("role"), f"{name}.role"),
-        content=content if isinstance(content, str) else "",
-        parts=content if isinstance(content, list) else [],
-        token_ids=[] if token_ids is None else check_ids(token_ids, f"{name}.token_ids"),
-        reasoning=_read_optional(value, "reasoning_content", name)
-        or _read_optional(value, "reasoning", name),
-        tool_calls=read_calls(value.get("tool_calls"), f"{name}.tool_calls"),
-        tool_call_id=_read_optional(value, "tool_call_id", name),
-        name=_read_optional(value, "name", name),
+        role=message.required_text("role"),
+        content="" if isinstance(content, list) else message.text("content"),
+        parts=[_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(parts)],
+        token_ids=message.integers("token_ids"),
+        reasoning=message.text("reasoning_content") or message.text("reasoning"),
+        tool_calls=map(_read_call, message.objects("tool_calls")),
+        tool_call_id=message.text("tool_call_id"),
+        name=message.text("name"),
     )
-
-
-def _read_optional(message: Mapping[str, object], key: str, name: str) -> str:
-    value = message.get(key)
-    return "" if value is None else check_text(value, f"{name}.{key}")
-
-
-def _read_content(value: object, name: str) -> str | list[str]:
-    if value is None:
-        return ""
-    if isinstance(value, list):
-        parts = check_list(value, name)
-        return [_read_text_part(part, f"{name}[{index}]") for index, part in enumerate(parts)]
-    if isinstance(value, str):
-        return check_text(value, name)
-    raise InvalidParameter(name, "must be a string or a list of text parts")
 
 
 def _read_text_part(part: object, name: str) -> str:
