@@ -62,10 +62,6 @@ def busy_s() -> float:
     return time.thread_time()
 
 
-class Waiting(Protocol):
-    def release(self) -> None: ...
-
-
 class Coalescing:
     """A loop has one. The waiting tokens of all streams are released together."""
 
@@ -79,13 +75,13 @@ class Coalescing:
         self._window = Window(most_s)
         self._busy_s = busy_s
         self._sampled = clock(), busy_s()
-        self._held: list[Waiting] = []
+        self._held: list[OutputStream] = []
 
     @property
     def window_s(self) -> float:
         return self._window.now_s
 
-    def hold(self, waiting: Waiting, now_s: float, since_s: float) -> bool:
+    def hold(self, waiting: "OutputStream", now_s: float, since_s: float) -> bool:
         """Return whether the stream must wait, whose last token came at `since_s`. It is then released in a
         moment, once for each time that it was held."""
         self._sample(now_s)

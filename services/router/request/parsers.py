@@ -19,8 +19,8 @@ from services.router.parsing.parser_choice import ParserChoice
 from services.router.request.answer_text import AnswerText
 from services.router.request.client_request import ChatTools, read_tools
 from services.router.text.answer_ends import unended
-from services.router.text.detokenizer import MarkerDecoder, TokenDecoder
-from services.router.text.tokenizer import SHOWS_NO_TOOLS, Tokenizer
+from services.router.text.detokenizer import TokenDecoder
+from services.router.text.tokenizer import SHOWS_NO_TOOLS, MarkerDecoder, Tokenizer
 from services.values.errors import InvalidRequest
 from services.values.request import Constraint, ConstraintKind, SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest

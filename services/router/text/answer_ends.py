@@ -175,11 +175,7 @@ _BLANK = " "
 Ids = tuple[int, ...]
 
 
-class TextEncoder(Protocol):
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
-
-
-def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
+def banned_ids(tokenizer: TextTokenizer, words: Iterable[str]) -> tuple[Ids, ...]:
     """Encode each word as at the beginning of a text and as after a blank, like vLLM's bad_words. An encoding
     that ends with a shorter one is left out, as the shorter one bans both."""
     written = dict.fromkeys(ids for word in words for ids in _written(tokenizer, word))
@@ -187,7 +183,7 @@ def banned_ids(tokenizer: TextEncoder, words: Iterable[str]) -> tuple[Ids, ...]:
     return tuple(ids for ids in written if not any(ids[-n:] in written for n in lengths if n < len(ids)))
 
 
-def _written(tokenizer: TextEncoder, word: str) -> Iterator[Ids]:
+def _written(tokenizer: TextTokenizer, word: str) -> Iterator[Ids]:
     bare = word.lstrip(_BLANK) or word
     for text in (bare, _BLANK + bare):
         if ids := tokenizer.encode(text, special_tokens=False):

@@ -5,7 +5,7 @@ again when a client sends the answer back in a later chat, however its JSON has 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -20,6 +20,9 @@ class AnswerCall:
     id: str
     name: str
     arguments: str
+
+
+CallText = Callable[[Sequence[AnswerCall]], str]  # It writes calls as a model does.
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,39 +210,3 @@ class Detokenizer:
         self._window = self._window[-_MIN_WINDOW:]
         self._released = max(0, len(self._tokenizer.text_of(self._window)) - held)
         self._clean_point = 0
-
-
-class SpecialTokens(Protocol):
-    @property
-    def all_pieces(self) -> Pieces | None:
-        """Return the bytes of each id, also of special tokens, or None where text is not just bytes."""
-
-    @property
-    def special_tokens(self) -> Mapping[int, str]: ...
-
-    def is_silent(self, token_id: int) -> bool: ...
-
-    def text_of(self, token_ids: Sequence[int]) -> str: ...
-
-
-class MarkerDecoder:
-    """This decodes for a parser: the client's text and the special tokens that `is_marker` accepts."""
-
-    def __init__(self, tokenizer: SpecialTokens, is_marker: Callable[[str], bool]) -> None:
-        self._tokenizer = tokenizer
-        self._shown = frozenset(
-            token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
-        )
-        pieces = tokenizer.all_pieces
-        self._pieces = pieces and pieces.without(tokenizer.special_tokens.keys() - self._shown)
-
-    @property
-    def pieces(self) -> Pieces | None:
-        return self._pieces
-
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.text_of(token_ids)
-
-    def audible(self, token_ids: Sequence[int]) -> list[int]:
-        is_silent, shown = self._tokenizer.is_silent, self._shown
-        return [token_id for token_id in token_ids if token_id in shown or not is_silent(token_id)]

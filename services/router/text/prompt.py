@@ -20,10 +20,11 @@ from typing import NoReturn, TypeVar
 
 import numpy as np
 
-from services.router.text.answer_message import AnswerCall, AnswerMessage, digest, message_digest
+from services.router.text.answer_message import AnswerCall, AnswerMessage, CallText, digest, message_digest
 from services.router.text.chat_memory import AnswerMemory, RememberedAnswer
 from services.router.text.chat_turns import content_of
-from services.router.text.rendered_chat import NO_ANSWERS, CallText, ChatTokenizer, PastAnswer, render_chat
+from services.router.text.rendered_chat import NO_ANSWERS, PastAnswer, render_chat
+from services.router.text.tokenizer import Tokenizer
 from services.values.errors import ContextExceeded, InvalidRequest
 from services.wire.generation_messages import PackedIds
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, GenerateRequest
@@ -160,7 +161,7 @@ class PromptEncoder:
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         max_context_tokens: int,
         vocab_size: int,
         max_text_bytes: int | None = None,

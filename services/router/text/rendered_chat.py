@@ -3,50 +3,18 @@
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 from services.router.text.answer_ends import unended
-from services.router.text.answer_message import AnswerCall
+from services.router.text.answer_message import CallText
 from services.router.text.chat_turns import ChatTurns, Turn, read_chat
-from services.router.text.control_tokens import ControlTokens
 from services.router.text.splices import Frame, Sentinels, Written, example_after, example_before, unseen
+from services.router.text.tokenizer import Tokenizer
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat
 
 Encode = Callable[[str], list[int]]
-CallText = Callable[[Sequence[AnswerCall]], str]
 _ANSWER_END = 64  # Templates write fewer ids after the last value of a call.
-
-
-class ChatTokenizer(Protocol):
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def keeps_past_reasoning(self) -> bool: ...
-
-    def encode(self, text: str, special_tokens: bool = True) -> list[int]: ...
-
-    def text_of(self, token_ids: Sequence[int]) -> str: ...
-
-    def shows_call_ids(self, tools: Sequence[Mapping[str, Any]]) -> bool: ...
-
-    def arranged(self, chat: ChatTurns, call_text: CallText | None = None) -> ChatTurns: ...
-
-    @property
-    def controls(self) -> ControlTokens | None: ...
-
-    def is_silent(self, token_id: int) -> bool: ...
-
-    def render_template(
-        self,
-        turns: Sequence[Turn],
-        variables: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        generation_prompt: bool = True,
-        continues: bool = False,
-    ) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +30,7 @@ NO_ANSWERS: Mapping[int, PastAnswer] = {}
 
 
 def render_chat(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     chat: Chat,
     remembered: Mapping[int, PastAnswer] = NO_ANSWERS,
     *,
@@ -93,7 +61,7 @@ def render_chat(
 
 
 def _render(
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     chat: Chat,
     read: ChatTurns,
     remembered: Mapping[int, PastAnswer],
@@ -149,7 +117,7 @@ class _Rendering:
 
     def __init__(
         self,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         chat: ChatTurns,
         given: Mapping[int, PastAnswer],
         keep_thinking: bool,

@@ -89,7 +89,9 @@ class Frame:
 
     @property
     def stem(self) -> str:
-        stem = _common_prefix(_common_prefix(self.prompt, self.lead), self.inner_lead)
+        texts = (self.prompt, self.lead, self.inner_lead)
+        differ = (at for at, shown in enumerate(zip(*texts, strict=False)) if len(set(shown)) > 1)
+        stem = self.prompt[: next(differ, min(map(len, texts)))]
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
@@ -183,10 +185,3 @@ def example_before(role: str | None) -> list[Turn]:
         case "assistant":
             return [question, Turn("assistant", "x")]
     return [question]
-
-
-def _common_prefix(first: str, second: str) -> str:
-    length = 0
-    while length < min(len(first), len(second)) and first[length] == second[length]:
-        length += 1
-    return first[:length]

@@ -24,7 +24,6 @@ This differs by role, and only the template knows it, so it is tried once.
 
 import json
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -33,7 +32,7 @@ from typing import Any
 
 from services.router.text.answer_message import AnswerCall, digest
 from services.router.text.chat_turns import Content, Turn
-from services.router.text.turn_order import find_order
+from services.router.text.turn_order import chance, find_order
 
 Rendered = str | list[dict[str, str]]
 
@@ -67,7 +66,7 @@ class TemplateContent:
         return _as_parts(content) if self._takes_parts[role] else _SEPARATOR.join(content)
 
     def _try(self, role: str) -> None:
-        first, second, alien = (secrets.token_hex(16) for _ in range(3))
+        first, second, alien = (chance() for _ in range(3))
         self._takes_text[role] = first in self._rendered(role, first)
         parts = _as_parts([first, second])
         parts[0]["note"] = alien  # This shows where a list is written out as it is.
@@ -221,7 +220,7 @@ class TemplateTurns:
     def _find_calls(self) -> bool:
         for ids, content, as_text in product((CallIds.ANY, CallIds.SHORT), ("", None), (False, True)):
             self._ids, self._empty_content, self._arguments_as_text = ids, content, as_text
-            name, key, value = (_chance() for _ in range(3))
+            name, key, value = (chance() for _ in range(3))
             rendered = self._rendered(self._of_calls(name, json.dumps({key: value})))
             # These begin a dict as Python writes it, and a string that was escaped for JSON or HTML.
             is_garbled = f"'{key}'" in rendered or f'\\"{key}' in rendered
@@ -240,30 +239,30 @@ class TemplateTurns:
             self._ids = CallIds.LONG
 
     def _shows_name(self) -> bool:
-        name = _chance()
+        name = chance()
         return name in self._rendered([replace(turn, name="") for turn in self._of_calls(name)])
 
     def _find_shown_ids(self) -> bool:
-        id_ = _chance()[:_SHORT_ID]
+        id_ = chance()[:_SHORT_ID]
         return self._ids is CallIds.TEXT or id_ in self._rendered(self._of_calls("f", id_=id_))
 
     def _find_filled(self) -> tuple[str, ...] | None:
         """Return the members that a tool must have though OpenAI's schema does not require them, or None
         where no tools are shown."""
         for self._filled in _FILLED:
-            name = _chance()
+            name = chance()
             function = {"name": name, "parameters": {"type": "object"}}
             if name in self._rendered(
                 [Turn("user", "x")], [self.tool({"type": "function", "function": function})]
             ):
                 return self._filled
-        name = _chance()
+        name = chance()
         function = {**EXAMPLE_TOOL["function"], "name": name}
         rendered = self._rendered([Turn("user", "x")], [{"type": "function", "function": function}])
         return _FILLED[-1] if name in rendered else None
 
     def _find_reasoning_keys(self) -> None:
-        reasoning = _chance()
+        reasoning = chance()
         if self.writes_calls:
             alone, both = (
                 self._rendered(self._of_calls("x", reasoning=reasoning, content=content))
@@ -285,7 +284,7 @@ class TemplateTurns:
         self._thinks_in_parts = self._takes_thinking_parts()
 
     def _takes_thinking_parts(self) -> bool:
-        thought, alien = _chance(), _chance()
+        thought, alien = chance(), chance()
         parts = [
             {
                 "type": "thinking",
@@ -299,12 +298,12 @@ class TemplateTurns:
         return rendered.count(thought) == 1 and alien not in rendered
 
     def _finds_past_reasoning(self) -> bool:
-        reasoning = _chance()
+        reasoning = chance()
         past = Turn("assistant", "x", reasoning)
         return reasoning in self._rendered([Turn("user", "x"), past, Turn("user", "x")])
 
     def _finds_several_calls(self) -> bool:
-        names = [_chance(), _chance()]
+        names = [chance(), chance()]
         calls = tuple(AnswerCall(_CALL_ID[:-1] + str(n), name, "{}") for n, name in enumerate(names))
         results = [Turn("tool", "x", tool_call_id=call.id, name=call.name) for call in calls]
         rendered = self._rendered([Turn("user", "x"), Turn("assistant", "", "", calls), *results])
@@ -367,7 +366,3 @@ def _short(id_: str) -> str:
 
 def _texts(content: Content) -> list[str]:
     return [content] if isinstance(content, str) and content else list(content)
-
-
-def _chance() -> str:
-    return secrets.token_hex(16)

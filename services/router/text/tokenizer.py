@@ -17,7 +17,7 @@ from jinja2 import TemplateSyntaxError
 from services.model.model_config import context_tokens
 from services.model.tokenizer_json import bytes_of_piece
 from services.router.text.answer_ends import EndOfSequence, find_end_of_sequence
-from services.router.text.answer_message import AnswerCall
+from services.router.text.answer_message import AnswerCall, CallText
 from services.router.text.chat_turns import ChatTurns, Turn, with_text
 from services.router.text.control_tokens import ControlTokens
 from services.router.text.detokenizer import Pieces, pieces_of
@@ -33,7 +33,6 @@ _OF_TEMPLATES = frozenset({"self", "conversations", "messages"})
 _NOT_CONTINUED = (
     "cannot be heeded: the model's chat template does not show the last message's content as it is"
 )
-CallText = Callable[[Sequence[AnswerCall]], str]
 SHOWS_NO_TOOLS = (
     "cannot be used: the model's chat template shows no tools; a model is needed that was trained "
     "with them, or a template that shows them (--chat-template)"
@@ -301,6 +300,29 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+
+class MarkerDecoder:
+    """This decodes for a parser: the client's text and the special tokens that `is_marker` accepts."""
+
+    def __init__(self, tokenizer: Tokenizer, is_marker: Callable[[str], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._shown = frozenset(
+            token_id for token_id, text in tokenizer.special_tokens.items() if is_marker(text)
+        )
+        pieces = tokenizer.all_pieces
+        self._pieces = pieces and pieces.without(tokenizer.special_tokens.keys() - self._shown)
+
+    @property
+    def pieces(self) -> Pieces | None:
+        return self._pieces
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.text_of(token_ids)
+
+    def audible(self, token_ids: Sequence[int]) -> list[int]:
+        is_silent, shown = self._tokenizer.is_silent, self._shown
+        return [token_id for token_id in token_ids if token_id in shown or not is_silent(token_id)]
 
 
 def _with_call_text(turn: Turn, index: int, call_text: CallText | None) -> Turn:

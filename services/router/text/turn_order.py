@@ -248,11 +248,11 @@ class _Trial:
         turns: list[Turn] = []
         for letter in chat:
             if letter == "L":
-                turns += [turn if turn.calls else replace(turn, content=_chance()) for turn in self._loop]
+                turns += [turn if turn.calls else replace(turn, content=chance()) for turn in self._loop]
             else:
-                turns.append(_BRIDGE if letter == "B" else Turn(_ROLES[letter], _chance()))
+                turns.append(_BRIDGE if letter == "B" else Turn(_ROLES[letter], chance()))
         return turns
 
 
-def _chance() -> str:
+def chance() -> str:
     return secrets.token_hex(16)

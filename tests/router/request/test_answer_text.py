@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.router.parsing.parser_choice import choose
 from services.router.request.answer_text import AnswerText
-from services.router.text.detokenizer import MarkerDecoder
+from services.router.text.tokenizer import MarkerDecoder
 
 SPECIAL = {0: "<think>", 1: "</think>", 2: "<tool_call>", 3: "</tool_call>", 4: "<pad>"}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "."}}</tool_call>'

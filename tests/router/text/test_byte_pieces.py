@@ -13,12 +13,11 @@ from router.text.test_detokenizer import id_streams, utf8_ids
 from services.router.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
-    MarkerDecoder,
     Pieces,
     detokenizer_of,
     pieces_of,
 )
-from services.router.text.tokenizer import Tokenizer
+from services.router.text.tokenizer import MarkerDecoder, Tokenizer
 
 BEYOND = 1_000_000  # no tokenizer has it
 
