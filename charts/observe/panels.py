@@ -21,6 +21,19 @@ _AXIS_WIDTH = 76  # pixels: "0.35 req/s" in full
 _FINE, _ODD, _WRONG = "#22252b", "#8a5a00", "#8f1d2c"
 
 
+BY_RANK, NAME = "role, worker, rank", "{{role}} {{worker}}/{{rank}}"
+_RATE = "[$__rate_interval]"
+
+
+def rate(metric: str, by: str = "", selector: str = CLUSTER, function: str = "rate") -> str:
+    return f"sum{f' by ({by}) ' if by else ''}({function}({metric}{{{selector}}}{_RATE}))"
+
+
+def quantile(share: float, metric: str, by: str = "", selector: str = CLUSTER) -> str:
+    buckets = rate(f"{metric}_bucket", f"le, {by}" if by else "le", selector)
+    return f"histogram_quantile({share}, {buckets})"
+
+
 @dataclass(frozen=True, slots=True)
 class Query:
     """`legend` is Prometheus's template: {{label}}."""
@@ -28,6 +41,11 @@ class Query:
     expr: str
     legend: str = ""
     shown: str = ""  # of many series these alone
+
+
+def quantiles(metric: str, *percents: int) -> list[Query]:
+    """One line for each: p50, p95."""
+    return [Query(quantile(percent / 100, metric), f"p{percent}") for percent in percents]
 
 
 _SHOWN = 10  # series of one query in a graph by rank: a legend of 64 is not read
@@ -143,7 +161,7 @@ def tile(
 
 
 def board(
-    uid: str, title: str, description: str, rows: Sequence[tuple[str, Sequence[Builder[Panel]]]]
+    uid: str, title: str, description: str, rows: Mapping[str, Sequence[Builder[Panel]]]
 ) -> dashboard_models.Dashboard:
     """A dashboard of titled rows."""
     builder = (
@@ -174,7 +192,7 @@ def board(
     ):
         builder.with_variable(_variable(name, known))
     numbers = count(1)
-    for row_title, panels in rows:
+    for row_title, panels in rows.items():
         builder.with_row(dashboard.Row(row_title).id(next(numbers)))
         for panel in panels:
             builder.with_panel(panel.id(next(numbers)))  # type: ignore[attr-defined]
