@@ -6,69 +6,12 @@ from typing import Literal
 
 from services.host.ports import check_port
 from services.net.channels import TlsConfig
+from services.router.parsing.answer_formats import REASONING_PARSERS, TOOL_PARSERS
 from services.settings.cluster_config import ClusterConfig
 from services.settings.flags import Bounds, setting
 from services.settings.named_models import MODEL_HELP
 from services.values.errors import ConfigError
 from services.values.rank import Plan
-
-ToolParsers = Literal[
-    "auto",
-    "none",
-    "template",
-    "hermes",
-    "qwen3_coder",
-    "llama3_json",
-    "mistral",
-    "deepseek_v3",
-    "deepseek_v31",
-    "harmony",
-    "glm45",
-    "minimax_m2",
-    "minimax_m3",
-    "kimi_k2",
-    "kimi_k3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "gemma4",
-    "functiongemma",
-    "llama4",
-    "pythonic",
-    "seed_oss",
-    "phi4_mini",
-    "granite",
-    "granite_20b_fc",
-    "cohere",
-    "command_r",
-    "lfm2",
-    "nemotron_nano_v2",
-    "tool_calls",
-    "json_list",
-    "apertus",
-    "internlm2",
-    "gigachat3",
-    "hy3",
-    "minicpm5",
-    "muse",
-]
-ReasoningParsers = Literal[
-    "auto",
-    "none",
-    "template",
-    "think",
-    "think_answer",
-    "mistral",
-    "harmony",
-    "cohere",
-    "gemma4",
-    "granite",
-    "kimi_k3",
-    "seed",
-    "minimax_m3",
-    "apertus",
-    "hy3",
-    "muse",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,14 +124,15 @@ class RouterConfig(ClusterConfig):
         "sampling of requests that set no parameters: by the model's generation_config.json, or OpenAI's",
     )
 
-    tool_parser: ToolParsers = setting(
+    tool_parser: str = setting(
         "auto",
         "format of the model's tool calls; auto: as its tokenizer states or its chat template shows, if "
         "known",
+        choices=TOOL_PARSERS,
     )
 
-    reasoning_parser: ReasoningParsers = setting(
-        "auto", "format of the model's thinking; auto: as for tool calls"
+    reasoning_parser: str = setting(
+        "auto", "format of the model's thinking; auto: as for tool calls", choices=REASONING_PARSERS
     )
 
     strict_tools: Literal["keep", "ignore"] = setting(

@@ -130,15 +130,17 @@ def setting(
     bare: str = "",
     bounds: Bounds = _ANY,
     formerly: str = "",
+    choices: Sequence[str] = (),
 ) -> Any:
     """Make a dataclass field; `help` is the sentence that `--help` shows.
 
     It is required if it has no default, and a `positional` one must have none. One setting may be `bare`,
     which is its name in the help when it is given without its flag. `check_bounds` and the chart's schema
     enforce `bounds`. The flag `formerly` means the same setting, and no help shows it.
+    `choices` are all values of a text, if a Literal does not list them.
     """
     about = {"help": help, "split": split, "positional": positional, "bare": bare, "bounds": bounds}
-    about |= {"formerly": formerly}
+    about |= {"formerly": formerly, "choices": choices}
     return field(default=default, metadata=about)
 
 
@@ -329,12 +331,12 @@ def _flags_of(cls: type) -> list[_Flag]:
 def _flag(member: Field[Any], hint: Any) -> _Flag:
     optional, hint = _without_none(hint)
     repeated = get_origin(hint) is tuple
-    default = member.default
+    default, choices = member.default, member.metadata.get("choices", ())
     if member.default_factory is not MISSING:
         default = member.default_factory()
     return _Flag(
         name=member.name,
-        scalar=_scalar(get_args(hint)[0] if repeated else hint),
+        scalar=_scalar(Literal[tuple(choices)] if choices else get_args(hint)[0] if repeated else hint),
         optional=optional,
         repeated=repeated,
         default=default,
