@@ -39,9 +39,7 @@ def _parse_words(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _stop_writing() -> None:
-    """Point our output at /dev/null, so that Python's flush at exit does not fail when the reader has gone
-    (`| head`).
-    """
+    """Point our output at /dev/null: else Python's flush at exit fails when the reader is gone (`| head`)."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())

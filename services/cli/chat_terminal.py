@@ -44,9 +44,7 @@ class Plain:
 
 @dataclass(slots=True)
 class Terminal:
-    """It writes thinking dimly before the answer, each tool call on its own line, and a line of figures at
-    the end.
-    """
+    """It shows thinking dimly before the answer, each tool call on its own line, and then the figures."""
 
     stream: TextIO
     color: screen.Color
@@ -124,9 +122,7 @@ def piped() -> Iterator[str]:
 
 
 def typed(commands: Sequence[str], say_leaving: str, is_colored: bool) -> Iterator[str]:
-    """Yield each text that is typed, until Ctrl-D or a second Ctrl-C. A line that ends with a backslash
-    continues on the next line.
-    """
+    r"""Yield each text that is typed, until Ctrl-D or a second Ctrl-C. A `\` at its end continues a line."""
     _set_up(commands)
     warned = False
     while True:

@@ -86,9 +86,7 @@ async def _run(config: DrainConfig) -> int:
 
 
 def ranks_named(targets: Iterable[str], listed: Sequence[ListedRank]) -> list[ListedRank]:
-    """Return the ranks that `targets` name, each once, sorted by key. Raises NotFound if a name is no rank or
-    worker.
-    """
+    """Return the ranks that `targets` name, once each, sorted by key. Raises NotFound for another name."""
     named: dict[str, ListedRank] = {}
     for target in targets:
         found = [rank for rank in listed if target in (str(rank), rank.address.id.worker)]

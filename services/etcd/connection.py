@@ -262,9 +262,7 @@ class EtcdConnection:
         return EtcdStream(call, lambda error: self._note_failure(channel, metadata, error))
 
     def distrust_token(self) -> None:
-        """Log in again before the next call. Watches need this: they are refused by a message, not by a
-        status.
-        """
+        """Log in again before the next call. Watches need this: a message refuses them, not a status."""
         self._token = None
 
     async def _prepare(self, deadline: float) -> tuple[grpc.aio.Channel, _Metadata]:

@@ -55,9 +55,7 @@ class ListingPage:
 
 
 def prefix_end(prefix: bytes) -> bytes:
-    r"""Return the least key greater than every key with this prefix, or b"\0" (etcd's "no end") if there is
-    none.
-    """
+    r"""Return the least key greater than every key with this prefix, or b"\0" (etcd's "no end") for none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
@@ -74,9 +72,7 @@ def delete_range_op(start: bytes, end: bytes) -> etcd_pb2.RequestOp:
 
 
 def unchanged(key: bytes, mod_revision: int) -> etcd_pb2.Compare:
-    """Return a comparison that holds while the key's last write is `mod_revision`, or while it is
-    absent (0).
-    """
+    """Return a comparison that holds while the key's last write is `mod_revision`, or it is absent (0)."""
     compare = etcd_pb2.Compare
     return compare(key=key, target=compare.MOD, result=compare.EQUAL, mod_revision=mod_revision)
 
@@ -114,9 +110,7 @@ class Etcd:
         return key_value(response.kvs[0]) if response.kvs else None
 
     async def current_revision(self, key: bytes = b"\0") -> int:
-        """Return the store's revision, agreed on by a majority: this is a linearizable read of a readable
-        key.
-        """
+        """Return the store's revision, agreed on by a majority, by a linearizable read of a readable key."""
         request = etcd_pb2.RangeRequest(key=key, count_only=True)
         return (await self.connection.unary(_RANGE, request)).header.revision
 

@@ -35,9 +35,7 @@ class EtcdTooLarge(IsthmusError):
 
 
 class EtcdNoSpace(NoCapacity):
-    """etcd's database has reached its quota: it refuses writes until an operator compacts, defragments and
-    disarms the alarm.
-    """
+    """etcd's database is full: it takes no writes until it is compacted, defragmented and disarmed."""
 
 
 class LeaseNotFound(NotFound):

@@ -95,9 +95,7 @@ class EtcdLease:
             self.lost.set()
 
     async def _keep_alive_on_one_stream(self, backoff: Backoff) -> None:
-        """Raise LeaseNotFound if the lease is reported gone, or the error that broke the stream. This never
-        returns.
-        """
+        """Raise LeaseNotFound if the lease is reported gone, or the error that broke the stream."""
         try:
             async with asyncio.timeout(self._left_s()):
                 stream = await self._etcd.connection.open_stream(_KEEP_ALIVE)

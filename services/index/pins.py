@@ -207,9 +207,7 @@ class PinMirror(Mapping[str, KnownPin]):
         return self._pins[name]
 
     def put(self, name: str, pin: KnownPin) -> None:
-        """Put a pin. Within a listing, call it once for each name; new pins then appear when the listing
-        ends.
-        """
+        """Put a pin. Within a listing, call it once for each name; new pins appear when the listing ends."""
         if self._listed is not None:
             if name in self._pins:
                 self._pins[name] = pin

@@ -89,9 +89,7 @@ def _swapped(hashes: Hashes) -> Hashes:
 
 
 class Staleness:
-    """This keeps the greatest age reported within the last `window_s`. Times are seconds on one monotonic
-    clock.
-    """
+    """This keeps the greatest age reported in the last `window_s`. Times are seconds on one clock."""
 
     def __init__(self, window_s: float = 10.0) -> None:
         self._window_s = window_s
@@ -99,9 +97,7 @@ class Staleness:
         self._ages: deque[tuple[float, float]] = deque()
 
     def reported(self, age_s: float, now: float) -> None:
-        """Note that a delta or snapshot was applied whose oldest event had waited `age_s` when it was
-        written.
-        """
+        """Note that a delta or snapshot was applied whose oldest event was `age_s` old when written."""
         while self._ages and self._ages[-1][1] <= age_s:
             self._ages.pop()
         self._ages.append((now, age_s))

@@ -40,9 +40,7 @@ _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """This is the content of the files at one time. A pair is complete and fits; None means a file that is
-    not used.
-    """
+    """This is the content of the files at one time. A pair is complete and fits; None means no file."""
 
     ca: bytes | None
     cert: bytes | None

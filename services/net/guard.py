@@ -47,9 +47,7 @@ _INTERNAL = "internal error; the server's log has it"
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """This interceptor answers with what a handler raises: our errors by the table, all others as INTERNAL
-    and logged.
-    """
+    """This answers with what a handler raises: our errors by the table, all others as INTERNAL and logged."""
 
     def __init__(self, *, keeps: bool = True, in_flight: BytesInFlight | None = None) -> None:
         """Make an interceptor that wraps each handler once if it `keeps` handlers.

@@ -61,9 +61,7 @@ class CallTakers:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         count: int,
     ) -> None:
-        """Start `count` takers of `method` (/package.Service/Method), registered at a `server` from
-        `inner_server`.
-        """
+        """Start `count` takers of `method` (/package.Service/Method), registered at an `inner_server`."""
         self._server = server
         self._method = method
         self._resolver = cygrpc._MethodResolver([], {method: handler})

@@ -91,9 +91,7 @@ def lay_pipe(service: str, descriptors: Sequence[int] = (_STDOUT, _STDERR)) -> N
             os.dup2(saved, number)
 
     def drain() -> None:
-        """Wait for the last lines: a container's processes are all killed once its first process has
-        ended.
-        """
+        """Wait for the last lines: a container's processes are killed once its first one has ended."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # The stream may be closed, or have no reader.
                 stream.flush()

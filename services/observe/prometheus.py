@@ -29,9 +29,7 @@ _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 
 class Children(dict[tuple[str, ...], _Metric]):
-    """This caches `metric.labels`, which checks and locks each time: finding a child here takes a tenth of
-    the time.
-    """
+    """This caches `metric.labels`, which checks and locks each time: a child is found ten times faster."""
 
     def __init__(self, metric: _Metric) -> None:
         super().__init__()
@@ -46,9 +44,7 @@ class RepeatedHistogram(Collector):
     """This histogram has neither labels nor exemplars. One thread writes it; a scrape reads it."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
-        """`buckets` are inclusive upper bounds in rising order; one more bucket holds values above the
-        last.
-        """
+        """`buckets` are inclusive upper bounds in rising order; one more holds the values above the last."""
         self._name, self._text = name, text
         self._bounds = tuple(buckets)
         self._counts = [0] * (len(self._bounds) + 1)

@@ -88,8 +88,7 @@ _OPERATOR = "operator"
 
 
 def read_keys(text: str) -> Mapping[bytes, Caller]:
-    """Return the caller of each key, by the key's digest. Raises ConfigError, which names the line but not
-    the key."""
+    """Return the callers by their keys' digests. Raises ConfigError, which names the line, not the key."""
     callers: dict[bytes, Caller] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not (words := line.split()):
@@ -220,8 +219,7 @@ def _read(path: Path) -> Mapping[bytes, Caller]:
 
 
 class GrpcDoor(grpc.aio.ServerInterceptor):
-    """This interceptor requires a key in the metadata `authorization`, except for health checks, whose probes
-    have none."""
+    """This requires a key in the metadata `authorization`, except for the probes of health checks."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys

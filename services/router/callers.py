@@ -46,8 +46,7 @@ def own(request: GenerateRequest) -> GenerateRequest:
 
 
 def tenant_by_key() -> str | None:
-    """Return the current caller's tenant, or None where its key has none, as others may use the tenant that
-    it names."""
+    """Return the current caller's tenant, or None where its key allows others, which it then names."""
     return current().tenant
 
 

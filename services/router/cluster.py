@@ -253,8 +253,7 @@ class Cluster:
         self._placer.check_waits(Asked(_SHORTEST.hashes, 1, plans, max_wait_s=max_wait_s, answers=answers))
 
     def check_usable(self, adapter: Adapter | None = None) -> None:
-        """Raise Unavailable, with the reason, while no request could be placed. Full ranks count
-        as usable."""
+        """Raise Unavailable, with the reason, while no request could be placed. Full ranks are usable."""
         try:
             self.place(replace(_SHORTEST, adapter=adapter), "", frozenset())
         except NoCapacity as error:

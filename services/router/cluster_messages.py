@@ -63,8 +63,7 @@ def unserved_rank(view: RankView) -> generation_pb2.RankStatus:
 
 
 def all_candidates(decision: Decision | Nowhere, pinned: RankKey | None) -> list[generation_pb2.Candidate]:
-    """Return the candidates, the cheapest first, then those without a price. The conversation is pinned
-    to `pinned`."""
+    """Return the candidates, the cheapest first, then those without a price; `pinned` is a rank."""
     if isinstance(decision, Nowhere):
         return [_unpriced(rank, pinned) for rank in decision.candidates]
     return _candidates(decision, decision.ranked, pinned)

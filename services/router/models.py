@@ -87,8 +87,7 @@ def _opening(request: GenerateRequest, past: Callable[[], Sequence[ChatMessage]]
 
 
 class Models:
-    """A router's loop owns it. `default` serves the requests that name no model, and refuses those of unknown
-    models."""
+    """A router's loop owns it. `default` serves requests for no model, and refuses unknown models."""
 
     def __init__(self) -> None:
         self._default: Model | None = None
@@ -223,8 +222,7 @@ class Models:
                 self._seen.add(name)
 
     def served_names(self) -> list[str]:
-        """Return --model's name, those of the models whose ranks are or were registered, and the aliases of
-        all these."""
+        """Return --model's name, those of models whose ranks are or were registered, and all aliases."""
         self.note_ranks()
         names = [self.default.name, *(name for name in self._others if name in self._seen)]
         known = [self.default.name, *self._others, *self._failed]
@@ -235,8 +233,7 @@ class Models:
         ]
 
     def list_models(self) -> generation_pb2.ListModelsResponse:
-        """Return the models of `served_names`. An alias has the ranks of all its sides, and the shortest of
-        their contexts."""
+        """Return the models of `served_names`. An alias has all ranks of its sides, and the least context."""
         names = self.served_names()
         listed = {model.id: model for model in self.default.generator.list_models().models}
         for name in names:

@@ -85,8 +85,7 @@ class Quota:
         self.running -= 1
 
     def take_prompt(self, tokens: int, now_s: float, share: float = 1.0) -> Refusal | None:
-        """Take the tokens of a request that has entered, or return why it must wait: others may have taken
-        theirs since."""
+        """Take the tokens of a request that has entered, or return why it must still wait."""
         refusal = self._refusal(PROMPT_TOKENS, now_s, share)
         if refusal is None:
             self._take(PROMPT_TOKENS, tokens, now_s, share)

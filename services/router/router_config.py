@@ -246,8 +246,7 @@ class RouterConfig(ClusterConfig):
             raise ConfigError("--plans must name at least one of remote and local")
 
     def tls(self) -> TlsConfig | None:
-        """Return the TLS settings. Clients' certificates may be from another authority than those of
-        the services."""
+        """Return the TLS settings. Clients' certificates may be from their own authority."""
         tls = ClusterConfig.tls(self)
         if self.tls_client_ca is None:
             return tls

@@ -20,8 +20,7 @@ _FEW = 64  # A heap with this few extra entries need not be cleaned.
 
 
 class TenantLru(Generic[K, V]):
-    """`max_size` limits the sum of the values' sizes, in the caller's unit, and `max_entries`
-    their number."""
+    """`max_size` limits the sum of the values' sizes, in the caller's unit; `max_entries` their number."""
 
     def __init__(self, max_size: int, max_entries: float = math.inf) -> None:
         if max_size < 1 or max_entries < 1:

@@ -195,8 +195,7 @@ class Account:
         self.kv_bytes_moved += admitted.kv_bytes_moved + pulled_bytes
 
     def share_of(self, tenant: str, conversation_id: str) -> TenantShare:
-        """Return what ranks are told of a request. `tenant` is who asks, which the account may have several
-        of."""
+        """Return what ranks are told of a request. `tenant` is who asks, one of the account's."""
         had = (
             self._sessions.get(self.tenant.name, f"{tenant}\0{conversation_id}") if conversation_id else None
         )

@@ -89,9 +89,7 @@ class ClusterConfig:
         return TlsConfig(self.tls_ca, self.tls_cert, self.tls_key, self.tls_mutual, self.tls_server_name)
 
     def certificates(self) -> dict[str, Certificates]:
-        """Return the TLS files in use by purpose, "services" and "etcd". Raises ConfigError if they are
-        unusable.
-        """
+        """Return the TLS files in use by purpose, "services" and "etcd". Raises ConfigError for bad files."""
         uses = {"services": self.tls(), "etcd": self.etcd_settings().tls}
         return {use: tls.certificates for use, tls in uses.items() if tls is not None}
 

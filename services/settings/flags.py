@@ -59,9 +59,7 @@ class Parser(argparse.ArgumentParser):
         return vars(given)
 
     def _read_bare(self, argv: Sequence[str], bare: str) -> tuple[argparse.Namespace, list[str]]:
-        """Parse only what precedes `--`: argparse parses twice here, and would find flags behind it the
-        second time.
-        """
+        """Parse only what precedes `--`: argparse parses twice, and would find flags behind it."""
         end = argv.index("--") if "--" in argv else len(argv)
         given, unknown = self.parse_known_intermixed_args(argv[:end])
         words = [*unknown, *argv[end + 1 :]]

@@ -106,9 +106,7 @@ class ProtocolError(IsthmusError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the error that a caller can act on: of an ExceptionGroup the first of ours, or the first
-    of all.
-    """
+    """Return the error that a caller can act on: of an ExceptionGroup the first of ours, or of all."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     ours = error.subgroup(IsthmusError)

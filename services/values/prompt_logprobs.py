@@ -25,9 +25,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The fields are those of PackedLogprobs in common.proto. Raises ValueError if their sizes do not fit
-    together.
-    """
+    """The fields are those of PackedLogprobs in common.proto. Raises ValueError if sizes do not fit."""
 
     num_top: int = 0
     logprobs: bytes = b""
@@ -50,9 +48,7 @@ class PromptLogprobs:
 
     @classmethod
     def joined(cls, pieces: Sequence[Self], num_top: int = 0) -> Self:
-        """Join the pieces in order; all must have the same `num_top`, which the argument gives if there are
-        none.
-        """
+        """Join the pieces in order; all must have the same `num_top`, which the argument gives for none."""
         return cls(
             pieces[0].num_top if pieces else num_top,
             b"".join(piece.logprobs for piece in pieces),

@@ -49,15 +49,12 @@ class Registration:
 
     @property
     def model_tokens(self) -> int:
-        """Return the model's context, which is at least what the rank holds where an older rank does not
-        report it."""
+        """Return the model's context. An older rank reports none, and then it is what the rank holds."""
         return max(self.model_context_tokens, self.max_context_tokens)
 
     @property
     def reports_checkpoints(self) -> bool:
-        """Return whether the rank reports where it can continue; another rank is assumed to continue
-        anywhere.
-        """
+        """Return whether the rank reports where it can continue; another may continue anywhere."""
         return bool(self.layout.carried) and NO_CHECKPOINTS not in self.capabilities
 
 
@@ -170,7 +167,5 @@ class RankLoad:
 
     @property
     def queue_wait_s(self) -> float:
-        """Return the seconds until a new request gets pages; 0 means that none waits, or that it is
-        unknown.
-        """
+        """Return the seconds until a new request gets pages; 0 means that none waits, or is unknown."""
         return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0

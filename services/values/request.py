@@ -137,9 +137,7 @@ class SamplingParams:
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     def _check_stops(self) -> None:
-        """Check the stops. They are limited because each costs time at every token, and all of them are sent
-        to each rank.
-        """
+        """Check the stops. They are limited because each costs time at every token, on every rank."""
         if not self.stop and not self.stop_token_ids:
             return
         count, longest = len(self.stop), max(map(len, self.stop), default=0)

@@ -43,9 +43,7 @@ _FINISH_FROM_PROTO: dict[int, FinishReason] = {number: reason for reason, number
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Return the message. Raises InvalidRequest if a number does not fit its field (for example a top_k of
-    2**32).
-    """
+    """Return the message. Raises InvalidRequest if a number does not fit its field (a top_k of 2**32)."""
     names = shared_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR).all
     given = {name: getattr(sampling, name) for name in names}
     try:
@@ -234,9 +232,7 @@ def output_to_proto(request_id: str, output: Output) -> decode_pb2.RequestOutput
 
 
 def output_from_proto(pb: decode_pb2.RequestOutput) -> Output:
-    """Return the output. The caller must check `pb.error` first: an output that ends in an error is no
-    Output.
-    """
+    """Return the output. The caller must check `pb.error` first: such an output is no Output."""
     end = pb.WhichOneof("end")
     if end == "error":
         raise ProtocolError(f"request {pb.request_id} ended in an error: {pb.error.message}")
@@ -277,9 +273,7 @@ def prefill_request_to_proto(
 
 
 def prefill_request_from_proto(pb: prefill_pb2.PrefillRequest) -> tuple[GenerationRequest, Rendezvous]:
-    """Return the request, under plan remote since no other plan calls prefill, and where the two ranks
-    meet.
-    """
+    """Return the request, under plan remote, the only one that calls prefill, and where ranks meet."""
     ids = tuple(pb.prompt_ids)
     prompt_len = len(ids) - pb.num_output_ids
     if prompt_len < 0:

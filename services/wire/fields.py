@@ -44,9 +44,7 @@ def shared_fields(kind: type[Any], message: Descriptor) -> SharedFields:
 
 
 def message_of(message: type[_Message], value: Any, /, **otherwise: Any) -> _Message:
-    """Return a `message` with the value's fields; None leaves a field unset. `otherwise` has the other
-    fields.
-    """
+    """Return a `message` with the value's fields, none for a None; `otherwise` has the other fields."""
     kind: type = type(value)
     names = shared_fields(kind, message.DESCRIPTOR).all
     made: _Message = message(**{n: getattr(value, n) for n in names if n not in otherwise}, **otherwise)
@@ -77,9 +75,7 @@ def given_fields(kind: type, pb: Message, *, but: Iterable[str] = ()) -> dict[st
 
 
 def finite(field_name: str, value: float) -> float:
-    """Return `value`. Raises ProtocolError for a NaN or an infinity, with which later comparisons would fail
-    silently.
-    """
+    """Return `value`. Raises ProtocolError for a NaN or an infinity, which would break comparisons."""
     if not math.isfinite(value):
         raise ProtocolError(f"{field_name} must be finite, got {value!r}")
     return value

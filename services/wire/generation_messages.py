@@ -51,9 +51,7 @@ class PackedIds:
         return cls(unpacked(varints), varints)
 
     def field(self, number: int) -> bytes:
-        """Return the ids as a message's field of that number, a `repeated uint32`, to be merged or
-        appended.
-        """
+        """Return the ids as a message's `repeated uint32` of that number, to be merged or appended."""
         return length_delimited(number, self.varints) if self.varints else b""
 
 

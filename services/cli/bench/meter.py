@@ -24,9 +24,7 @@ _EXACT = 1_000_000
 
 
 class Samples:
-    """Up to `exact` samples are all kept, and of more a uniform random sample. Count, mean and maximum are
-    exact.
-    """
+    """Up to `exact` samples are all kept, and of more a random sample. Count, mean and maximum are exact."""
 
     def __init__(self, exact: int = _EXACT, seed: int = 0) -> None:
         self.count = 0

@@ -119,9 +119,7 @@ class Child:
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Use it as `async with LocalCluster(shape, show_line)`. `show_line(name, line)` is called for every log
-    line.
-    """
+    """Use it as `async with LocalCluster(shape, show_line)`. `show_line(name, line)` gets every log line."""
 
     shape: Shape
     show_line: Callable[[str, str], None]

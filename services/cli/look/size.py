@@ -68,18 +68,14 @@ def tail_bytes(window: AttentionGroup, dtype: str, page_size: int, tp_size: int 
 
 
 def carried_bytes(groups: LayerGroups, dtype: str, page_size: int, tp_size: int = 1) -> int:
-    """Return the bytes of tails and state: each transfer sends them besides its delta, and each checkpoint
-    holds them.
-    """
+    """Return the bytes of tails and state, which each transfer sends besides its delta."""
     tails = sum(tail_bytes(window, dtype, page_size, tp_size) for window in groups.windows)
     return tails + (groups.recurrent.state_bytes(dtype, tp_size) if groups.recurrent else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedPools:
-    """These pools hold `running` sequences and so many `checkpoints`; sizes are per GPU of a decode
-    rank.
-    """
+    """These pools hold `running` sequences and so many `checkpoints`; sizes are per GPU of a decode rank."""
 
     groups: LayerGroups
     dtype: str

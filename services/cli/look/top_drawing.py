@@ -208,9 +208,7 @@ def draw(
     most_finished: int | None = None,
     glyphs: Glyphs = BLOCKS,
 ) -> Text:
-    """Draw the picture in `height` lines, or in as many as it needs (None). `title` names the router and the
-    tenant.
-    """
+    """Draw the picture in `height` lines, or in as many as it needs (None), for a router and a tenant."""
     finished = picture.finished(now)[:most_finished]
     head = [*_head(picture, now, title, width), Text()]
     running = picture.running(now)

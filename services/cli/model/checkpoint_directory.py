@@ -15,9 +15,7 @@ _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM
 
 
 def require_empty(directory: Path, hint: str) -> None:
-    """Raise ConfigError, which ends with `hint`, if the directory contains anything: a checkpoint may be
-    hours of work.
-    """
+    """Raise ConfigError, which ends with `hint`, if the directory is not empty: that may be hours of work."""
     try:
         found = sorted(path.name for path in directory.iterdir())
     except FileNotFoundError:

@@ -115,9 +115,7 @@ class BlockMirror:
             await self._offer(key.rank, decode_record(key, change.value), change.mod_revision)
 
     def look_for_gaps(self) -> None:
-        """Read missing records again. Call it when everything up to some revision has been applied, so that a
-        missing record is lost.
-        """
+        """Read missing records again, once everything up to some revision has been applied."""
         touched, self._touched = self._touched, set()
         for rank in touched:
             reading = self._reading(rank)
@@ -157,9 +155,7 @@ class BlockMirror:
             await self.give_way(sum(map(len, others)) + resumable * _RESUMABLE_COST)
 
     def _take_in_soon(self) -> None:
-        """Apply waiting changes soon even without a request, so that the reported numbers of blocks are
-        right.
-        """
+        """Apply waiting changes soon even without a request, so that the numbers of blocks are right."""
         if self._taking_in is None:
             self._taking_in = asyncio.get_running_loop().call_later(_TAKE_IN_S, self._take_in)
 

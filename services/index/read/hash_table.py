@@ -77,9 +77,7 @@ class HashTable:
         return self.locate(hashes)[1]
 
     def locate(self, hashes: PackedHashes) -> tuple[Rows, Numbers]:
-        """Return the hashes' rows, for `put`, and their numbers; a row is -1 if the hash is in none, and a
-        number 0 if it is absent.
-        """
+        """Return the hashes' rows, for `put`, and numbers; a row is -1 and a number 0 for an absent hash."""
         buckets = self._buckets(hashes)
         found = np.flatnonzero(self._keys.take(buckets, 0) == hashes[:, None])
         which = found >> _ROW_BITS
@@ -92,9 +90,7 @@ class HashTable:
         return rows, numbers
 
     def put(self, hashes: PackedHashes, rows: Rows, numbers: Numbers) -> None:
-        """Set the numbers of hashes; 0 removes one. `rows` come from `locate` without a change since, and
-        hashes are distinct.
-        """
+        """Set the numbers of distinct hashes; 0 removes one. `rows` are those of a `locate` just before."""
         is_in_row = rows >= 0
         self._put_in_rows(rows[is_in_row], numbers[is_in_row])
         is_new = ~is_in_row

@@ -78,9 +78,7 @@ class Probe:
 
     @property
     def delay_s(self) -> float:
-        """Return the delay of the last probe that came back, or the time since the pending one was put, if
-        that is more.
-        """
+        """Return the delay of the last probe that came back, or the pending one's age, if that is more."""
         under_way_s = 0.0 if self._put_at is None else self._etcd.clock() - self._put_at
         return max(self._last_delay_s, under_way_s)
 
@@ -125,9 +123,7 @@ class Probe:
             self._put_at = None
 
     async def run(self) -> None:
-        """Put probes for ever. A probe that has not come back is put again, and its delay counts from the
-        first put.
-        """
+        """Put probes for ever. One that has not come back is put again, and counts from the first put."""
         while True:
             try:
                 await self._put()
@@ -255,9 +251,7 @@ class Mirror:
 
     @property
     def staleness_s(self) -> float:
-        """Return how far the index is behind the ranks: the greatest age reported recently, plus etcd's
-        delay.
-        """
+        """Return how far the index is behind the ranks: the greatest age reported, plus etcd's delay."""
         return self._staleness.age_s(self._etcd.clock()) + self._probe.delay_s
 
     def rank_staleness_s(self, rank: RankKey) -> float:
@@ -299,9 +293,7 @@ class Mirror:
         return self.pins.get(name)
 
     def unregistered_s(self, view: RankView) -> float:
-        """Return how long the rank's key, and so its records, have been missing from etcd; 0 if the key
-        exists.
-        """
+        """Return how long the rank's key, and so its records, have been missing from etcd, or 0."""
         return 0.0 if view.registered else self._etcd.clock() - view.gone_s
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
@@ -327,9 +319,7 @@ class Mirror:
             self._forget(rank)
 
     async def run(self) -> None:
-        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError if etcd refuses us from the
-        start.
-        """
+        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError if etcd refuses us."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow())

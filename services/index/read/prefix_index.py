@@ -87,9 +87,7 @@ class ResumableBlocks:
                 yield depth, ranks
 
     def deepest(self, hashes: Sequence[int], most: Mapping[RankKey, int]) -> dict[RankKey, int]:
-        """Return for each rank its deepest resumable block within its limit in `most`; ranks without one are
-        absent.
-        """
+        """Return for each rank that has one its deepest resumable block within its limit in `most`."""
         return deepest(self.along(hashes), most)
 
 
@@ -204,8 +202,7 @@ class HeldBelow(Held):
         return num_blocks
 
     def files_by_group(self, groups: Mapping[RankKey, str]) -> dict[str, int]:
-        """Return by group of ranks which of their files hold any of the prompt's blocks, as a mask for
-        `reach`."""
+        """Return by group of ranks which of their files hold any of the prompt's blocks, for `reach`."""
         anywhere, files = 0, dict[str, int]()
         for _, mask in self._layers:
             anywhere |= mask
@@ -278,9 +275,7 @@ class PrefixIndex:
         return self._generations.get(key)
 
     def num_blocks(self, key: RankKey) -> int:
-        """Return how many blocks a rank holds, counting waiting changes as effective. Any thread may
-        call it.
-        """
+        """Return how many blocks a rank holds, including waiting changes. Any thread may call it."""
         column = self._columns.get(key)
         return 0 if column is None else self._holders.num_blocks(column) + self._more.get(column, 0)
 

@@ -40,9 +40,7 @@ class FlushPace:
         return max(0.0, self._next_at - now, self._flush_s - age_s)
 
     def scatter(self, now: float, chance: float) -> None:
-        """Write next at a random time in the interval, by `chance` in [0, 1), since all ranks may be about to
-        write.
-        """
+        """Write next at a random time in the interval, by `chance` in [0, 1): all ranks may write at once."""
         self._next_at = max(self._next_at, now + chance * self._beat_s)
 
     def tries(self, now: float) -> None:

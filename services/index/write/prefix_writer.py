@@ -162,9 +162,7 @@ class PrefixWriter:
         self._log = _Log(self._epoch, _Stand(revision), num_hashes * HASH_BYTES)
 
     async def is_intact(self) -> bool:
-        """Return whether etcd has the newest record as we wrote it. There must be a log. Raises
-        Unavailable.
-        """
+        """Return whether etcd has the newest record of our log as we wrote it. Raises Unavailable."""
         assert self._log is not None, "without a log there is no newest record"
         stand = self._log.stand
         found = await self._etcd.get(stand.newest or self._keys.head(self._rank.key))

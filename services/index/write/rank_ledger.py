@@ -169,9 +169,7 @@ class _Blocks:
         self._removed.update(blocks)
 
     def take(self, most: int) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
-        """Return the next (added, removed), oldest first, at most `most` together; removed ones have
-        priority.
-        """
+        """Return the next (added, removed), oldest first, at most `most` together, and removed ones first."""
         removed = _take(self._removed, most)
         added = _take(self._added, most - len(removed))
         if self._again:

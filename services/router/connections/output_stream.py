@@ -43,8 +43,7 @@ class Window:
         return self.now_s >= self._most_s
 
     def heed(self, busy: float) -> None:
-        """Adjust the window to `busy`, the share of the time since the last call in which the thread ran or
-        was ready to run."""
+        """Adjust the window to `busy`, the share of the time in which the thread ran or was ready to run."""
         if busy > _SHORT_OF_TIME:
             self.now_s = min(self._most_s, max(_LEAST_S, _GROWS * self.now_s))
         elif busy < _TIME_TO_SPARE:
@@ -54,8 +53,7 @@ class Window:
 
 
 def busy_s() -> float:
-    """Return the seconds in which this thread ran, or was ready to run while others did
-    (proc(5): schedstat)."""
+    """Return the seconds in which this thread ran or was ready to run (proc(5): schedstat)."""
     with suppress(OSError, ValueError):
         ran_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
         return (int(ran_ns) + int(waited_ns)) / 1e9

@@ -156,8 +156,7 @@ class DecodeClient:
             self._idle.set()
 
     async def retire(self) -> None:
-        """Close the stream after its requests have ended: the rank is forgotten, or begins a
-        new incarnation."""
+        """Close the stream after its requests have ended: the rank is forgotten, or has begun again."""
         self._on_load = _ignore_load  # A report could be taken for the next incarnation's.
         await self._idle.wait()
         await self.close()

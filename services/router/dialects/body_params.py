@@ -161,8 +161,7 @@ def _read_format(value: object) -> NamedConstraint | None:
 
 
 def _schema_of(value: Mapping[str, object]) -> object:
-    """Return the schema. The answer follows it even where `strict` is false; its name and description
-    are ignored."""
+    """Return the schema, which is kept even where `strict` is false. Its name is ignored."""
     held = value.get("json_schema")
     if not isinstance(held, dict):
         raise InvalidParameter("response_format.json_schema", "must be an object")
@@ -170,8 +169,7 @@ def _schema_of(value: Mapping[str, object]) -> object:
 
 
 def read_schema(value: object, name: str) -> Constraint:
-    """Read a schema that is an object or its JSON text. A later check of all requests finds out whether the
-    schema is valid."""
+    """Read a schema, an object or its JSON text. Whether it is valid, a later check finds out."""
     if isinstance(value, str):
         return Constraint(json_schema=check_text(value, name))
     if not isinstance(value, dict):

@@ -76,8 +76,7 @@ class AnswerFormat(Protocol):
 
 
 def finish_reason(finish: generation_pb2.Finish) -> str:
-    """Return OpenAI's word for the reason. Raises Aborted where the answer was aborted, as OpenAI has no word
-    for that."""
+    """Return OpenAI's word for the reason. Raises Aborted for an abort, which has none."""
     if finish.reason not in _FINISH_REASONS:
         raise Aborted("the request was aborted before its answer was complete")
     return _FINISH_REASONS[finish.reason]
@@ -102,8 +101,7 @@ NO_ECHO = Echo()
 
 
 def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool = False) -> Echo:
-    """Set what is requested about the prompt; `logprobs` must have been read before.
-    Raises InvalidParameter."""
+    """Set what is requested about the prompt, after `logprobs` was read. Raises InvalidParameter."""
     num_top = body.integer("prompt_logprobs", 0, UINT32_MAX)
     if num_top is not None and body.flag("stream"):
         raise body.wrong("prompt_logprobs", "is not streamed: set stream to false")
@@ -134,8 +132,7 @@ def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogpro
 def vllm_prompt_logprobs(
     logprobs: Sequence[TokenLogprobs], num_top: int, token_text: TokenText
 ) -> list[Json | None]:
-    """Return vLLM's prompt_logprobs: for each token, an object by id of the token itself and the `num_top`
-    most probable."""
+    """Return vLLM's prompt_logprobs: by id, each token itself and the `num_top` most probable."""
     return [None, *(_by_id([token.chosen, *token.top[:num_top]], token_text) for token in logprobs)]
 
 
@@ -218,8 +215,7 @@ def joined_calls(deltas: Iterable[ToolCallDelta]) -> list[Json]:
 
 
 def call_deltas(deltas: Sequence[ToolCallDelta]) -> list[Json]:
-    """Return the calls as a chunk has them. Only a call's first piece has the id and the name, as clients
-    concatenate pieces."""
+    """Return the calls as a chunk has them. Only a call's first piece has the id and the name."""
     return [
         {
             "index": delta.index,

@@ -116,8 +116,7 @@ def _param(error: Exception, prompt_param: str) -> str | None:
 
 
 def _of_function(param: str) -> str:
-    """Return the name in HTTP's body, which nests a function's members in an object and gRPC's message
-    does not."""
+    """Return the name in HTTP's body, which nests a function's members, as the message does not."""
     holder, _, member = param.rpartition(".")
     is_function = holder == "tool_choice" or holder.startswith("tools[") or ".tool_calls[" in holder
     return f"{holder}.function.{member}" if is_function and member not in ("id", "mode") else param

@@ -71,8 +71,7 @@ class Body:
         return Body(self.object(name), f"{self.name_of(name)}.")
 
     def items(self, name: str) -> "list[Any]":
-        """Return the list, or an empty one where it is absent. Its length is checked before its items
-        are read."""
+        """Return the list, or an empty one for none. Its length is checked before its items."""
         return check_list(self._fields.get(name), self.name_of(name))
 
     def objects(self, name: str) -> "list[Body]":

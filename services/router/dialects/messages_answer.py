@@ -131,8 +131,7 @@ def _opening(part: Part) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Return a call's arguments. They are empty where the text broke off, or where a number is too large
-    for JSON."""
+    """Return a call's arguments, or none where the text broke off or a number is too large."""
     try:
         arguments = json.loads(with_whole_characters(text or "{}"))
         json.dumps(arguments, allow_nan=False)

@@ -95,8 +95,7 @@ def read_messages_call(fields: Mapping[str, object], headers: Mapping[str, str])
 
 
 def read_count_request(fields: Mapping[str, object], headers: Mapping[str, str]) -> GenerateRequest:
-    """Read a body of count_tokens, which is a message's body but may lack most members.
-    Raises InvalidParameter."""
+    """Read a body of count_tokens: a message's, which may lack most members. Raises InvalidParameter."""
     return _read_call(Body(fields), headers, SamplingParams()).request
 
 
@@ -303,8 +302,7 @@ def _model_turn(blocks: list[Body]) -> ChatMessage:
 
 
 def _handle(signature: str) -> str:
-    """Return the answer's handle, or "" where it is not one of ours: the conversation may have begun on
-    another server."""
+    """Return the answer's handle, or "" for another server's: it may have begun the conversation."""
     return signature if is_id(signature) else ""
 
 

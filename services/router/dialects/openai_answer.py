@@ -169,8 +169,7 @@ class OpenAiAnswer:
         }
 
     def _piece(self, response: GenerateResponse, about_prompt: GenerateResponse) -> ChoicePiece:
-        """Return the piece. `about_prompt` is the response that reports on its prompt, perhaps
-        another answer's."""
+        """Return the piece. `about_prompt` is the response that reports on its prompt."""
         call = self._call
         piece = ChoicePiece(
             response.text,

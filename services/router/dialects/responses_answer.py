@@ -71,8 +71,7 @@ class ResponseStore:
         self._stored.pop(tenant, response_id)
 
     def turns(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """Return the turns of the whole chain that ends with this response, the oldest first.
-        Raises NotFound."""
+        """Return the turns of the chain that ends with this response, the oldest first. Raises NotFound."""
         chain = []
         while response_id:
             stored = self.get(tenant, response_id)

@@ -56,8 +56,7 @@ def read_logprobs(body: Body) -> LogprobOptions | None:
 
 
 def request_logprobs(options: LogprobOptions | None, sampling: SamplingParams) -> None:
-    """Request one more token of the prompt than is reported, because its id is needed, also where it is the
-    prompt's last."""
+    """Request one more token of the prompt than is reported, as that token's id is needed."""
     if options is None:
         return
     sampling.logprobs = options.num_top

@@ -176,8 +176,7 @@ class About:
         return JSONResponse({"model_path": path, "tokenizer_path": path, "is_generation": True})
 
     async def server_info(self, request: Request) -> Response:
-        """Return no settings or scheduler states, as SGLang would: `isthmus status` and the metrics
-        report ours."""
+        """Return no settings or states, as SGLang would: `isthmus status` and the metrics have ours."""
         names = {"served_model_name": self._models.default.name, "model_path": self._shown_path()}
         return JSONResponse({"version": self._version, **names, "internal_states": []})
 

@@ -185,8 +185,7 @@ async def _with_prompt(
 async def _naming_constraint(
     responses: AsyncGenerator[GenerateResponse, None], param: str
 ) -> AsyncGenerator[GenerateResponse, None]:
-    """Yield the responses. An error in the constraint gets its name in the body, as several parameters mean
-    the same."""
+    """Yield the responses. An error in the constraint names the parameter that the body has."""
     async with aclosing(responses):
         try:
             async for response in responses:

@@ -106,8 +106,7 @@ _NOBODY = "\0"  # No tenant has that name.
 
 
 class HttpDoor:
-    """This ASGI middleware requires a key, except for `open_paths`. The app reads the caller
-    from `callers.current`."""
+    """This requires a key, except for `open_paths`. The app reads the caller from `callers.current`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: frozenset[str]) -> None:
         self._app = app

@@ -30,8 +30,7 @@ class ToolConstraint:
 
 @dataclass(frozen=True, slots=True)
 class MarkedWriting:
-    """This gives the grammar of an answer that marked.py reads. There are no calls where `writing`
-    is None."""
+    """This is the grammar of an answer that marked.py reads. There are no calls where `writing` is None."""
 
     thinking: Thinking | None
     writing: Writing | None
@@ -90,8 +89,7 @@ class MarkedWriting:
 
 
 class HarmonyWriting:
-    """This gives the grammar of an answer that harmony.py reads: the last message is a call, which ends it,
-    or final."""
+    """This is the grammar of an answer that harmony.py reads: at last comes a call or `final`."""
 
     binds_calls = True
 

@@ -252,8 +252,7 @@ def _value(lark: Lark, schema: Any, root: Any, end: str) -> str:
 
 
 def _texts(schema: Any, root: Any, references: int) -> tuple[str, ...] | None:
-    """Return the plain texts that the schema allows, () for any text, or None where the value is not
-    plain text."""
+    """Return the plain texts that the schema allows, () for any, or None if it is no plain text."""
     if not isinstance(schema, dict):
         return None
     reference = schema.get("$ref")

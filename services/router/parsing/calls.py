@@ -284,8 +284,7 @@ class _Tagged:
     follows: str | None = None  # It comes after the next value's end; None is not looked up.
 
     def read(self) -> Reading[None]:
-        """Leave the tag that ends the call, or opens another, in the reader. Raises Unreadable where
-        none follows."""
+        """Leave the tag that ends the call, or opens another, in the reader, or raise Unreadable."""
         tags = self.tags
         found = yield from self.reader.expect(tags.begins, *tags.closes, *tags.opens)
         while found == tags.begins:
@@ -333,8 +332,7 @@ class _Tagged:
         return texts[1].strip("\"' "), "".join(texts)
 
     def _behind_end(self) -> Reading[str]:
-        """Return the name of the argument after the next end of a value, or "" for none, without taking
-        any text."""
+        """Return the name of the argument after the next end of a value, or "", without taking text."""
         if self.follows is None:
             reader, tags, texts = self.reader, self.tags, list[str]()
             end = yield from reader.upto((tags.ends, *tags.closes), texts.append)
@@ -376,8 +374,7 @@ def qwen3_coder(calls: Calls, opening: str) -> Reading[None]:
 
 
 def glm(calls: Calls, opening: str) -> Reading[None]:
-    """Read <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, with blanks
-    anywhere between."""
+    """Read <tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>, with blanks between."""
     reader = calls.reader
     yield from reader.blank()
     arguments = TextArguments(calls, (yield from reader.word()))
@@ -407,8 +404,7 @@ def llama3_json(calls: Calls, opening: str) -> Reading[None]:
 
 
 def mistral(calls: Calls, opening: str) -> Reading[None]:
-    """Read [TOOL_CALLS]f[ARGS]{...}, once for each call; older models write [TOOL_CALLS][{"name": "f",
-    ...}, ...]."""
+    """Read [TOOL_CALLS]f[ARGS]{...} for each call, or [TOOL_CALLS][{"name": "f", ...}, ...]."""
     reader = calls.reader
     yield from reader.blank()
     name = yield from reader.word()

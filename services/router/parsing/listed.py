@@ -113,8 +113,7 @@ class Literals:
 
 
 def _unescaped(text: str) -> str:
-    """Read escapes as Python does; an invalid one stays. Two halves of a surrogate pair become
-    one character."""
+    """Read escapes as Python does; an invalid one stays. Two halves of a surrogate pair make one."""
     text = _ESCAPE.sub(_character, text)
     return text if is_text(text) else str(json.loads(json.dumps(text)))
 

@@ -92,8 +92,7 @@ class MarkedAnswer:
         return self.call_markers.opens if self.call_markers else ()
 
     def _unwrap(self, marker: str, content: Led) -> Reading["_Place"]:
-        """Take a closing marker out of the content where nothing or another marker follows; else it
-        is content."""
+        """Take a closing marker out of the content where nothing or a marker follows; else it is content."""
         reader = self.calls.reader
         blank = yield from reader.blank()
         follows = yield from reader.either(*self._opens, *self.wrapping.opens, *self.wrapping.closes)

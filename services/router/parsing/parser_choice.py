@@ -76,8 +76,7 @@ PROBE_SCHEMA: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """`tools` and `reasoning` are names of formats, or none. `template` is set where one of them
-    is "template"."""
+    """`tools` and `reasoning` name formats or nothing. `template` is set where one is "template"."""
 
     tools: str = NONE
     reasoning: str = NONE
@@ -95,8 +94,7 @@ class ParserChoice:
 
     @property
     def stop_token(self) -> str | None:
-        """Return the special token that ends an answer with calls, whatever the model's
-        configuration says."""
+        """Return the special token that ends an answer with calls, whatever the model's settings say."""
         return "<|call|>" if self.tools == HARMONY else None
 
     def parser(self, schemas: Schemas | None, prompt_end: str) -> AnswerParser | None:

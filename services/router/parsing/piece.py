@@ -28,8 +28,7 @@ class CallPiece:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """These parts became certain with the last text. `broken` counts calls that could not be read to
-    their end."""
+    """These parts became certain with the last text. `broken` counts calls that have no valid end."""
 
     content: str = ""
     reasoning: str = ""

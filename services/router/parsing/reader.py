@@ -71,8 +71,7 @@ class Reader:
             yield
 
     def until(self, *markers: str) -> Reading[tuple[str, str]]:
-        """Return the text before the first of the markers, and the marker. Raises Unreadable where there
-        is none."""
+        """Return the text before the first of the markers, and the marker, or raise Unreadable."""
         texts: list[str] = []
         marker = yield from self.upto(markers, texts.append)
         if marker is None:
@@ -106,8 +105,7 @@ class Reader:
             yield
 
     def either(self, *literals: str) -> Reading[str]:
-        """Take and return the literal that comes next, the first of several, or return "" without taking
-        any text."""
+        """Take and return the literal that comes next, the first of several, or "" for none."""
         while True:
             for literal in literals:
                 here = self._text[self._at : self._at + len(literal)]

@@ -116,8 +116,7 @@ _KIMI_ID = re.compile(r"""(?:functions\.)?([^\s"'<>{}\[\]]+?)(?::\d+)?""")
 
 
 def kimi_k2(calls: Calls, opening: str) -> Reading[None]:
-    """Read an id, which contains the name, and the arguments, for each call. The section's marker may
-    be missing."""
+    """Read for each call an id, which contains the name, and the arguments. A marker may be missing."""
     reader = calls.reader
     marker = opening if opening == KIMI_CALL else (yield from reader.expect(KIMI_CALL, KIMI_SECTION_ENDS))
     while marker == KIMI_CALL:

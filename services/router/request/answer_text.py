@@ -69,8 +69,7 @@ class AnswerText:
         self.reasoning_tokens = 0  # This includes the markers of thinking.
 
     def resume(self, prompt_ids: Sequence[int], said: str) -> None:
-        """Continue the answer at the prompt's end, where `said` is the turn's text so far. This must be
-        called first."""
+        """Continue the answer at the prompt's end, after the turn's text `said`. Call this first."""
         self._detokenizer.push(prompt_ids[-_CONTEXT:])
         if self._parser is not None:
             self._resumption = Resumption(self._parser, said)

@@ -163,8 +163,7 @@ class BestAnswers:
 
     @contextmanager
     def _naming_best_of(self) -> Iterator[None]:
-        """Name best_of in the error where an engine has no log-probabilities and the client did not
-        request any."""
+        """Name best_of in the error where an engine has no log-probabilities, if only best_of needs them."""
         try:
             yield
         except InvalidRequest as error:
@@ -188,8 +187,7 @@ class BestAnswers:
         return None
 
     def _chosen(self) -> list[GenerateResponse]:
-        """Return the best answers with new indexes, the best first; the last one reports the totals of
-        the others."""
+        """Return the best answers first, with new indexes; the last reports the totals of the others."""
         answers = [each.whole() for each in self._joined]
         ranked = sorted(answers, key=mean_logprob, reverse=True)  # Equal ones keep their order.
         best, left_out = ranked[: self._request.answered], ranked[self._request.answered :]

@@ -180,8 +180,7 @@ class ClientRequest:
 
     @property
     def answer_key(self) -> str:
-        """Return the answer's key among all that are in flight: tenants have separate ids, and none has
-        a NUL."""
+        """Return the answer's key in flight: tenants have separate ids, and none has a NUL."""
         return f"{self.tenant}\0{self.request_id}\0{self.index}"
 
     @property

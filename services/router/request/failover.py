@@ -120,8 +120,7 @@ class FailoverStream:
         return stream.next(all_at_once=not self._request.sampling.stop)
 
     def _judged(self, output: Output) -> Output:
-        """Check an output that ended by LENGTH: the rank may have ended the request only because its pool
-        is full."""
+        """Check an output that ended by LENGTH: perhaps only the rank's pool was full."""
         if output.finished is not FinishReason.LENGTH:
             return output
         progress = self._progress
@@ -232,8 +231,7 @@ class FailoverStream:
         return self._cluster.place(prompt, key, failed, max_wait_s)
 
     def _at_holder(self, prompt: HashedPrompt, turns: PromptTurns) -> Placed | None:
-        """Place the answer where another one has the prompt, or return None where no such rank can take
-        it now."""
+        """Place the answer where another one has the prompt, or return None where no such rank takes it."""
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         for holder in turns.holders(failed):
             with suppress(Unavailable):
@@ -267,8 +265,7 @@ class FailoverStream:
         return placed
 
     def _moved_on(self) -> FinishReason | None:
-        """Leave a rank that is full. Return the reason to end instead, if there is no larger rank
-        any more."""
+        """Leave a rank that is full. Return the reason to end instead, if there is no larger rank now."""
         if self._progress.stream is None:  # It waits for a larger rank.
             return self._length_means()
         progress, placed = self._progress, self._withdraw()
@@ -326,8 +323,7 @@ class FailoverStream:
         )
 
     def _may_wait(self, error: IsthmusError) -> bool:
-        """Return whether the only ranks left failed this request, or are larger ones that are unavailable
-        for now."""
+        """Return whether the ranks left failed this request, or are larger but unavailable for now."""
         progress = self._progress
         if progress.placed is not None or not isinstance(error, Unavailable):
             return False

@@ -64,8 +64,7 @@ _DEADLINE_LEAD_S = 0.1  # gRPC, or the client, may end a call by its deadline th
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`constraint` is the kind of the answer's constraint. `past_answers` counts the past turns by
-    their outcome."""
+    """`constraint` is the answer's kind of constraint. `past_answers` counts past turns by outcome."""
 
     prompt_tokens: int
     explained: Explained
@@ -147,8 +146,7 @@ class Generator:
         return (tenant, request_id) in self._running
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Stop the tenant's request with this id, or with None any tenant's. Return False where there
-        is none."""
+        """Stop the tenant's request with this id, or with None anyone's. Return False for none."""
         if tenant is None:
             found = [progress for (_, known), progress in self._running.items() if known == request_id]
         else:
@@ -196,8 +194,7 @@ class Generator:
         return await asyncio.to_thread(self._tokenizer.text_of, token_ids)
 
     def time_limit_s(self, timeout_s: float | None) -> float:
-        """Return the seconds in which a call with this timeout, or with none, is over, including its
-        last response."""
+        """Return the seconds in which a call with this timeout, or none, is over with all responses."""
         return self._timeout_s(timeout_s) + _LAST_WORDS_S
 
     def _timeout_s(self, timeout_s: float | None) -> float:

@@ -99,8 +99,7 @@ class ToolConstraints:
         return writing
 
     def _schemas(self, tools: ChatTools) -> Mapping[str, Any]:
-        """Return the schemas of the tools that may be called. One that is neither required nor strict allows
-        any object."""
+        """Return the callable tools' schemas. One that is neither required nor strict allows any object."""
         schemas = {}
         for index, (name, schema) in enumerate((tools.callable or {}).items()):
             is_kept = tools.must_call or name in tools.strict
@@ -164,8 +163,7 @@ class Parsers:
             self._more_ends = tuple(token_id for token_id, text in special if text == choice.stop_token)
 
     def read_tools(self, request: GenerateRequest) -> ChatTools:
-        """Read a chat's tools. Raises InvalidRequest, which names the field, also where no parser can read
-        the calls."""
+        """Read a chat's tools. Raises InvalidRequest, which names the field, also if none can be parsed."""
         tools = read_tools(request)
         if tools.parsed and tools.callable is not None and self._choice.tools == NONE:
             if not self._tokenizer.shows_tools:

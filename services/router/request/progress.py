@@ -217,8 +217,7 @@ class Progress:
             self.turns.held(self.request.index, self.placed.decision.chosen.decode.id)
 
     def told_of_prompt(self) -> None:
-        """Note that the client has the prompt's log-probabilities, so that no later rank needs to
-        report them."""
+        """Note that the client has the prompt's log-probabilities: no later rank needs to report them."""
         self.prompt_is_told = True
 
     def add_tokens(self, token_ids: Sequence[int], now: float) -> float | None:

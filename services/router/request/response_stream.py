@@ -115,8 +115,7 @@ _THINKING_ENDS = "</think>"  # Where content has this, no parser has read the th
 
 
 class PromptScores:
-    """This splits the log-probabilities of a prompt's last tokens, as many as a rank has reported,
-    into responses."""
+    """This splits the log-probabilities of a prompt's last tokens, as they arrive, into responses."""
 
     def __init__(self, prompt_ids: Sequence[int], told: PromptLogprobs) -> None:
         self._ids = iter(prompt_ids[len(prompt_ids) - len(told) :])
@@ -263,8 +262,7 @@ class ResponseStream:
         return response
 
     def _said(self, output: Output) -> tuple[Said, FinishReason | None, str]:
-        """Return the text of the tokens, the reason if they end the answer, and the stop string or stop token
-        that ended it."""
+        """Return the text of the tokens, why they end the answer, if so, and what stopped it."""
         ids, terminator = output.token_ids, ""
         if output.finished is FinishReason.STOP and ids and self._ends(ids[-1]):
             terminator = self._tokenizer.token_text(ids[-1])
@@ -283,8 +281,7 @@ class ResponseStream:
         return said, output.finished, terminator
 
     def _ends(self, token_id: int) -> bool:
-        """Return whether this token ended the answer: under a constraint the reason may be that no token
-        could follow."""
+        """Return whether this token ended the answer: under a constraint none may follow it."""
         sampling = self._request.sampling
         return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
 

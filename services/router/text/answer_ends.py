@@ -110,8 +110,7 @@ class _Automaton:
 
 
 def _borders(pattern: str) -> list[int]:
-    """Return for each i the length of the longest proper prefix of pattern[:i + 1] that is also
-    its suffix."""
+    """Return for each i the length of the longest proper prefix of pattern[:i + 1] that also ends it."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

@@ -14,8 +14,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class AnswerCall:
-    """This is a tool call. `arguments` are the JSON as the model wrote it, or the invalid text that
-    it wrote."""
+    """This is a tool call. `arguments` are the JSON, or the invalid text, that the model wrote."""
 
     id: str
     name: str
@@ -43,8 +42,7 @@ def message_digest(content: str, calls: Sequence[AnswerCall]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """Return the same text for equal JSON values. A text that is not JSON stays as it is, and an empty one
-    is {}."""
+    """Return one text for equal JSON values. A text that is not JSON stays, and an empty one is {}."""
     try:
         return json.dumps(json.loads(text.strip() or "{}", parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):

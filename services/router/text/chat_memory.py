@@ -108,8 +108,7 @@ class ConversationMemory:
         return len(self._last_turns)
 
     def remember(self, tenant: str, conversation_id: str, token_ids: Sequence[int]) -> None:
-        """Remember the turn instead of the last one. A turn above the limit is not remembered, and the last
-        one is dropped."""
+        """Remember the turn instead of the last one, or no turn where it is above the limit."""
         self._last_turns.put(tenant, conversation_id, array("I", token_ids), len(token_ids))
 
     def recall(self, tenant: str, conversation_id: str) -> Sequence[int] | None:

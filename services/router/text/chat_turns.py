@@ -165,8 +165,7 @@ class ToolSpellings:
         return self._known.size + self._first.size
 
     def restore(self, tenant: str, chat: Chat) -> None:
-        """Give each tool of the chat the tenant's first spelling, unless comparing so much text would block
-        the loop."""
+        """Give each tool of the chat the tenant's first spelling, unless comparing takes too long."""
         if len(chat.tools) > _MOST_TOOLS or sum(len(tool.parameters) for tool in chat.tools) > _MOST_CHARS:
             return
         for tool in chat.tools:

@@ -79,8 +79,7 @@ class ControlTokens:
         return self._pattern.sub(lambda match: f"{self._stem}x{self._numbers[match[0]]}k", text)
 
     def _in_parts(self, parts: Sequence[str]) -> Sequence[str]:
-        """Hide control tokens in parts, which templates may join: a token that spans parts is hidden where
-        it begins."""
+        """Hide control tokens in parts, which templates may join: one that spans parts, where it begins."""
         joined, ends = "".join(parts), list(accumulate(map(len, parts)))
         hidden: list[list[str]] = [[] for _ in parts]
         at = 0

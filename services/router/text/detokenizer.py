@@ -38,8 +38,7 @@ _DROPS_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """`of_ids[id]` is empty where the id has no text. `drops_space` says that a text loses a space at
-    its beginning."""
+    """`of_ids[id]` is empty for an id without text. `drops_space` is set if a text loses its first space."""
 
     of_ids: Sequence[bytes]
     drops_space: bool = False

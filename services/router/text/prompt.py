@@ -131,8 +131,7 @@ _UNKNOWN_CONTEXT_MESSAGE_BYTES = 8 << 20
 
 
 def most_text_bytes(context_tokens: int) -> int:
-    """Return the limit on the bytes of UTF-8 that may be tokenized for one context, which is far above what
-    it can hold."""
+    """Return how many bytes of UTF-8 may be tokenized for one context, far above what it holds."""
     return max(_LEAST_TEXT_BYTES, _TOKEN_BYTES * context_tokens)
 
 

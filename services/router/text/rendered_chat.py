@@ -134,8 +134,7 @@ class _Rendering:
         self._last_question = max(questions, default=-1)
 
     def worth_trying(self, remembered: Mapping[int, PastAnswer]) -> dict[int, PastAnswer]:
-        """Return the answers but those whose thinking the template is known to leave out, which would be
-        rendered twice."""
+        """Return the answers but those whose thinking the template is known to leave out."""
         keeps = self._keep_thinking or self._tokenizer.keeps_past_reasoning
         return {
             index: answer
@@ -237,8 +236,7 @@ class _Rendering:
         return self._left_out(left_out) if left_out else self._joined(splices, rendered[begin:])
 
     def _before(self, written: Written, answer: PastAnswer, frame: Frame | None, before: str) -> str | None:
-        """Return `before` up to the first of the answer's ids, or None where the template shows the
-        answer differently."""
+        """Return `before` up to the first of the answer's ids, or None where it is shown differently."""
         split = None if frame is None else frame.split_lead(before)
         if frame is None or split is None:
             return before if written.index in self._given and written.parts == ("c",) else None

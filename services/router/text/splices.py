@@ -30,8 +30,7 @@ class Sentinels:
     stem: str
 
     def stand_in(self, turn: Turn, index: int) -> Turn:
-        """Return `turn` with sentinels. Content beside calls needs none, and some templates refuse
-        it there."""
+        """Return `turn` with sentinels. Content beside calls needs none, and some templates refuse it."""
         calls = tuple(
             replace(call, arguments=f'{{"x": "{self._of(index, number)}"}}')
             for number, call in enumerate(turn.calls)
@@ -59,8 +58,7 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """This turn is in rendered[start:end], from its first sentinel to its last; `parts` are r, c or the
-    numbers of calls."""
+    """This turn is in rendered[start:end] with its sentinels; `parts` are r, c or numbers of calls."""
 
     index: int
     start: int
@@ -95,8 +93,7 @@ class Frame:
         return stem if len(stem) >= _MIN_STEM else ""
 
     def split_lead(self, before: str) -> tuple[str, str] | None:
-        """Split `before`, which ends with a turn's header, after its stem; return None where the header
-        is missing."""
+        """Split `before`, which ends with a turn's header, after its stem, or return None."""
         if self.stem:
             head, stem, rest = before.rpartition(self.stem)
             return (head + stem, rest) if stem else None
@@ -119,8 +116,7 @@ class Frame:
         return len(skipped) if answer_end is None else _covered(skipped, answer_end) or None
 
     def skip_marker(self, after: str, end_markers: Sequence[str]) -> int:
-        """Return the same count after content: the characters between the content and the template's
-        end marker."""
+        """Return the same count after content: what is between it and the template's end marker."""
         skipped = self._up_to_marker(end_markers) if self.ends_with(end_markers) else ""
         return len(skipped) if after.startswith(skipped) else 0
 

@@ -129,8 +129,7 @@ class Tokenizer:
 
     @property
     def controls(self) -> ControlTokens | None:
-        """Return what keeps control tokens in a message's text from taking effect, or None where
-        nothing does."""
+        """Return what keeps control tokens in a message's text from taking effect, or None for none."""
         return self._controls
 
     @property

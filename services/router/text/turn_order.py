@@ -49,8 +49,7 @@ class TurnOrder:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTurn:
-    """This is a turn with the indices of the messages that it was made of. A part of a message has its
-    index twice."""
+    """This is a turn with the indices of its messages. A part of a message has its index twice."""
 
     turn: Turn
     origins: tuple[int, ...]
@@ -210,8 +209,7 @@ def _find_system(trial: "_Trial", roles: str) -> SystemPlace:
 
 
 class _Trial:
-    """Letters stand for the turns of a chat: S, D, U and A for a turn of a role, L for the loop, B for
-    the bridge."""
+    """Letters are the turns of a chat: S, D, U and A by role, L for the loop, B for the bridge."""
 
     def __init__(self, render: Render, loop: Sequence[Turn]) -> None:
         self._render = render
@@ -237,8 +235,7 @@ class _Trial:
         return bool(rendered) and rendered == self._render([first, answer, joined])
 
     def _places(self, chat: str) -> list[int]:
-        """Return the places of the turns' texts: -1 for a missing one, and none for a chat that
-        is refused."""
+        """Return the places of the turns' texts: -1 for a missing one, none for a chat that is refused."""
         turns = self._turns(chat)
         rendered = self._render(turns)
         texts = [turn.content for turn in turns if turn.content and turn is not _BRIDGE]
