@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, closing
 from dataclasses import replace
@@ -62,6 +63,8 @@ from services.wire.isthmus.v1 import decode_pb2, decode_pb2_grpc, handshake_pb2,
 
 log = logging.getLogger(__name__)
 
+_MOST_COMING = 32  # A router that reads so slowly that more wait for it is told of the last ones alone.
+
 
 class RunningRequests:
     def __init__(self, intake: Intake) -> None:
@@ -97,12 +100,15 @@ class AttachSession:
         channels: PrefillChannels,
         running: RunningRequests,
         metrics: DecodeMetrics,
+        sessions: "set[AttachSession]",
     ) -> None:
+        """`sessions` are those of all routers that are attached."""
         self._engine = engine
         self._own_id = own_id
         self._channels = channels
         self._running = running
         self._metrics = metrics
+        self._sessions = sessions
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._moving: set[str] = set()
         self._outbox = Outbox()
@@ -188,13 +194,23 @@ class AttachSession:
         try:
             self._check(message)
             command = convert_request.start_from_proto(message)
+            if message.HasField("coming"):  # A wrong one would end the streams of all other routers.
+                convert_request.coming_from_proto(message.coming)
         except IsthmusError as error:
             self._put_failure(request_id, error)
             return
         task = asyncio.create_task(self._run(command, message.number), name=f"request-{request_id}")
         self._tasks[request_id] = task
         self._running.add(request_id, task, partial(self._move, request_id))
+        if message.HasField("coming"):
+            for session in self._sessions - {self}:
+                session.tell(message.coming)
         task.add_done_callback(partial(self._ended, request_id))
+
+    def tell(self, coming: decode_pb2.Coming) -> None:
+        """Tell this session's router what another one has sent."""
+        self._outbox.coming.append(coming)
+        self._wake.set()
 
     def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._tasks[request_id]
@@ -338,6 +354,7 @@ class Outbox:
         self._token_ids: list[int] = []
         self._outputs: list[decode_pb2.RequestOutput] = []
         self._behind: set[str] = set()  # Tokens of these requests must follow their outputs.
+        self.coming: deque[decode_pb2.Coming] = deque(maxlen=_MOST_COMING)
 
     def __bool__(self) -> bool:
         return bool(self._outputs or self._token_ids)
@@ -364,6 +381,9 @@ class Outbox:
         """Return as much as fits in one message. Logprobs of prompts may be large, but one prompt's fit."""
         outputs, self._outputs = _fitting(self._outputs)
         message = decode_pb2.StepOutputs(outputs=outputs, numbers=self._numbers, token_ids=self._token_ids)
+        if self.coming:
+            message.coming.extend(self.coming)
+            self.coming.clear()
         self._numbers, self._token_ids = [], []
         self._behind = {output.request_id for output in self._outputs}
         return message
@@ -398,15 +418,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._metrics = metrics
         self.intake = Intake(own_id)
         self._running = RunningRequests(self.intake)
+        self._sessions: set[AttachSession] = set()
 
     async def Attach(
         self, request_iterator: AsyncIterator[decode_pb2.Command], context: grpc.aio.ServicerContext
     ) -> None:
-        session = AttachSession(self._engine, self._own_id, self._channels, self._running, self._metrics)
+        session = AttachSession(
+            self._engine, self._own_id, self._channels, self._running, self._metrics, self._sessions
+        )
+        self._sessions.add(session)
         writer = asyncio.create_task(_write(session, context))
         try:
             await session.read(request_iterator)
         finally:
+            self._sessions.discard(session)
             writer.cancel()
             await session.close()
             with contextlib.suppress(asyncio.CancelledError):

@@ -33,6 +33,7 @@ from services.values.rank_reports import (
     NO_MOVED_PENALTIES,
     NO_TENANT_TURNS,
     REMOTE_ONLY,
+    Coming,
     RankLoad,
     Registration,
 )
@@ -80,6 +81,7 @@ class Placed:
     degraded: str | None
     best_hit_tokens: Mapping[Role, int]  # This is the longest believed hit of any rank of the role.
     moves_penalties: bool  # Another rank can continue with the tokens generated there.
+    coming: Coming | None  # Other routers are to expect this.
 
     @property
     def plan(self) -> Plan:
@@ -386,9 +388,8 @@ class Cluster:
             Role.DECODE: reused if prefill is None else held,
             Role.PREFILL: decision.longest_prefill_reuse,
         }
-        return Placed(
-            decision, client, prefill, source, asked.pinned, prompt, self.degraded, best, moves_penalties
-        )
+        told = best, moves_penalties, self._placer.coming(asked, decision)
+        return Placed(decision, client, prefill, source, asked.pinned, prompt, self.degraded, *told)
 
     def _plans(self) -> frozenset[Plan]:
         plans = self._known_plans
@@ -486,7 +487,7 @@ class Cluster:
     def _open_client(self, address: RankAddress) -> DecodeClient:
         rank = address.id.key
         on_load, on_lost = partial(self._report, rank), partial(self.failed, address.id)
-        return DecodeClient(address, self._tls, on_load, on_lost, self._coalescing)
+        return DecodeClient(address, self._tls, on_load, on_lost, self._placer.expect, self._coalescing)
 
     def _open_watch(self, address: RankAddress) -> PrefillWatch:
         rank = address.id.key

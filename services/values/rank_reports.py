@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from services.values.adapter import Adapter
-from services.values.kv import KvLayout, KvPath, PageBooks
+from services.values.kv import BlockHash, KvLayout, KvPath, PageBooks
 from services.values.rank import RankAddress, RankId, Role
 
 # With this capability a decode rank's engine computes no prompts: plan local does not work there.
@@ -169,3 +169,13 @@ class RankLoad:
     def queue_wait_s(self) -> float:
         """Return the seconds until a new request gets pages; 0 means that none waits, or is unknown."""
         return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A rank was sent a prompt, and will hold these blocks of it once it has computed them."""
+
+    rank: RankId
+    blocks: tuple[BlockHash, ...]  # They are its first ones.
+    for_s: float  # This is to be expected for so many seconds.
+    resumable: int = 0  # The rank will keep a checkpoint after so many blocks; 0 means none.

@@ -13,6 +13,7 @@ from services.values.adapter import Adapter
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, PullSource, Rendezvous
+from services.values.rank_reports import Coming
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -175,6 +176,22 @@ def start_from_proto(pb: decode_pb2.Start) -> StartCommand:
         traceparent=pb.traceparent,
         sampling=pb.sampling.SerializeToString() if plan is Plan.REMOTE else b"",
     )
+
+
+def coming_to_proto(coming: Coming | None) -> decode_pb2.Coming | None:
+    if coming is None:
+        return None
+    return message_of(decode_pb2.Coming, coming, rank=convert.rank_id_to_proto(coming.rank))
+
+
+def coming_from_proto(pb: decode_pb2.Coming) -> Coming:
+    coming = value_of(Coming, pb, rank=convert.rank_id_from_proto(pb.rank))
+    if coming.for_s < 0 or coming.resumable > len(coming.blocks):
+        raise ProtocolError(
+            f"coming lasts {coming.for_s} s, with a checkpoint after {coming.resumable} of "
+            f"{len(coming.blocks)} blocks"
+        )
+    return coming
 
 
 def admitted_to_proto(admitted: Admitted) -> decode_pb2.Admitted:

@@ -15,7 +15,7 @@ from services.values.errors import ProtocolError, RankLeaves
 from services.values.rank import Plan, RankId
 from services.values.rank_reports import RankLoad
 from services.values.request import Admitted, Output, SamplingParams
-from services.wire import convert_request
+from services.wire import convert, convert_request
 from services.wire.isthmus.v1 import common_pb2, decode_pb2
 
 OWN_ID = RankId("d", 0, 1)
@@ -46,7 +46,9 @@ async def attached(*numbers):
     """An engine that runs a request of each number, the messages to its router, and its metrics."""
     engine, registry = Engine(), CollectorRegistry()
     metrics = DecodeMetrics(registry, engine)
-    session = AttachSession(engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics)
+    session = AttachSession(
+        engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics, set()
+    )
     for number in numbers:
         sampling = convert_request.sampling_to_proto(SamplingParams())
         start = decode_pb2.Start(
@@ -132,7 +134,9 @@ async def reading(*commands):
 
     engine = Engine()
     metrics = DecodeMetrics(CollectorRegistry(), engine)
-    session = AttachSession(engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics)
+    session = AttachSession(
+        engine, OWN_ID, PrefillChannels(None), RunningRequests(Intake(OWN_ID)), metrics, set()
+    )
     try:
         await session.read(all_of_them())
         yield engine, session
@@ -186,3 +190,43 @@ async def test_what_is_moved_is_not_aborted():
         (output,) = (await anext(messages)).outputs
         assert output.error.leaves and session._running.intake.num_running == 0
         assert isinstance(grpc_errors.error_from_request(output.error), RankLeaves)
+
+
+async def test_what_one_router_sends_the_others_hear_of(subtests):
+    """Each of two routers hears once of what the third one has started, and that one hears nothing."""
+    sessions, engine, intake = set(), Engine(), Intake(OWN_ID)
+    running, metrics = RunningRequests(intake), DecodeMetrics(CollectorRegistry(), engine)
+    for _ in range(3):
+        sessions.add(AttachSession(engine, OWN_ID, PrefillChannels(None), running, metrics, sessions))
+    sender, *others = sessions
+    coming = decode_pb2.Coming(rank=convert.rank_id_to_proto(OWN_ID), blocks=[5, 1 << 63], for_s=7.0)
+
+    async def heard(session):
+        async with aclosing(session.messages(LONG_S)) as messages:
+            return list((await anext(messages)).coming)
+
+    sender._start(start("a", coming=coming))
+    for session, told in ((sender, []), *((other, [coming]) for other in others)):
+        with subtests.test(sends=session is sender):
+            assert await heard(session) == told
+            assert await heard(session) == []
+    with subtests.test("what is refused is told to nobody"):
+        sender._start(start("a", coming=coming))  # It runs already.
+        sender._start(start("e", coming=decode_pb2.Coming(rank=coming.rank, for_s=-1.0)))
+        assert await heard(others[0]) == []
+        assert "e" not in running
+    with subtests.test("what has nothing to tell is told to nobody"):
+        sender._start(start("b"))
+        assert await heard(others[0]) == []
+    with subtests.test("who does not read hears of the last ones alone"):
+        for number in range(40):
+            coming.for_s = number
+            sender._start(start(f"c{number}", coming=coming))
+        assert [each.for_s for each in await heard(others[0])] == list(range(8, 40))
+    with subtests.test("who reads is woken"):
+        async with aclosing(others[0].messages(LONG_S)) as messages:
+            await anext(messages)
+            sender._start(start("d", coming=coming))
+            assert list((await anext(messages)).coming) == [coming]
+    for session in sessions:
+        await session.close()

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.values.errors import InvalidRequest, ProtocolError
-from services.values.kv import (
-    GroupKind,
-)
+from services.values.kv import BlockHash, GroupKind
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Generation, Plan, RankAddress, RankId, Rendezvous
+from services.values.rank_reports import Coming
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -38,6 +37,7 @@ from wire.wire_values import (
     ids,
     names,
     over_the_wire,
+    ranks,
     rendezvous,
     seconds,
     sources,
@@ -160,12 +160,34 @@ prefill_results = st.builds(
 )
 
 
+comings = st.builds(
+    lambda rank, blocks, for_s, share: Coming(rank, blocks, for_s, int(share * len(blocks))),
+    ranks,
+    st.lists(uint64.map(BlockHash), max_size=8).map(tuple),
+    seconds,
+    st.floats(0, 1),
+)
+
+
+def test_a_coming_prompt_that_cannot_be_is_refused(subtests):
+    rank = convert.rank_id_to_proto(RankId("d", 0, Generation(1)))
+    for wrong in (
+        {"for_s": 1.0},
+        {"rank": rank, "for_s": math.nan},
+        {"rank": rank, "for_s": -1.0},
+        {"rank": rank, "blocks": [7], "resumable": 2},
+    ):
+        with subtests.test(wrong=wrong), pytest.raises(ProtocolError):
+            convert_request.coming_from_proto(decode_pb2.Coming(**wrong))
+
+
 def test_request_values_round_trip(subtests):
     for noun, values in [
         ("sampling", samplings),
         ("logprobs", logprobs),
         ("admitted", admissions),
         ("prefill_result", prefill_results),
+        ("coming", comings),
     ]:
         with subtests.test(noun=noun):
             check_round_trips(convert_request, noun, values)

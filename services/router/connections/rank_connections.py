@@ -34,7 +34,7 @@ from services.router.connections.output_stream import Coalescing, OutputStream
 from services.router.connections.rank_health import SILENCE_S, PrefillWatch, SilenceLimit
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, PeerFailed, ProtocolError
 from services.values.rank import RankAddress, RankKey
-from services.values.rank_reports import RankLoad
+from services.values.rank_reports import Coming, RankLoad
 from services.values.request import Output
 from services.wire import convert, convert_request
 from services.wire.generation_messages import PackedIds, length_delimited
@@ -99,14 +99,17 @@ class DecodeClient:
         tls: TlsConfig | None,
         on_load: Callable[[RankLoad], None],
         on_lost: Callable[[], None],
+        on_coming: Callable[[Coming], None],
         coalescing: Coalescing | None = None,
     ) -> None:
-        """`coalescing` decides how long tokens wait for others of their request; with None they never do."""
+        """`on_coming` is told what other routers have sent. `coalescing` decides how long tokens wait for
+        others of their request; with None they never do."""
         self.address = address
         self._coalescing = coalescing
         self._channel = channels.open_channel(address.endpoint, tls)
         self._on_load = on_load
         self._on_lost = on_lost
+        self._on_coming = on_coming
         self._commands = Commands()
         self._streams: dict[int, OutputStream] = {}  # The keys are the numbers of the tokens' requests.
         self._numbers: dict[str, int] = {}  # Each request has a number.
@@ -218,6 +221,8 @@ class DecodeClient:
         if message.takes_further:
             self._commands.joins = True
         self._on_load(convert.load_from_proto(message.load))
+        for coming in message.coming:
+            self._on_coming(convert_request.coming_from_proto(coming))
         self._receive_tokens(message.numbers, message.token_ids)
         for output in message.outputs:
             if (stream := self._streams.get(self._numbers.get(output.request_id, 0))) is not None:

@@ -22,9 +22,11 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.learned import Trust
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
+from services.values.rank_reports import Coming
 from services.values.request import Admitted, FinishReason, Pulled
 
 _PREDICTION_S = 5.0  # The rank's own events come within this time.
+_MOST_COMING = 4_096  # Other routers are told of so many blocks of a prompt at most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,8 @@ class Outcomes:
         guessed_tokens = max(0, holder.reused_tokens - holder.indexed_reused_tokens)
         self._balance.sent(request_id, decode.id.key, prefill_key, uncached_tokens, guessed_tokens)
         # A prompt is matched when its turn to be computed comes, and by then this one is in the rank's tree.
-        computing, ttl_s = prefill_key or decode.id.key, 2 * chosen.total_s + _PREDICTION_S
-        self._predict(computing, hashes, ttl_s, prompt_tokens)
+        computing = prefill_key or decode.id.key
+        self._predict(computing, hashes, _expected_s(chosen), prompt_tokens)
         ranks: tuple[Candidate, ...] = (decode,) if prefill is None else (decode, prefill)
         self._believed[request_id] = tuple(self._believe(rank, computing, reusable_tokens) for rank in ranks)
         if (source := chosen.source) is not None:
@@ -87,6 +89,14 @@ class Outcomes:
         if (brought := chosen.brought) is not None:
             trust = self._balance.shared_trust if brought.shared_tokens else self._balance.tier_trust
             self._below[request_id] = int(min(brought.matched_tokens, reusable_tokens)), trust
+
+    def coming(self, hashes: Sequence[BlockHash], prompt_tokens: int, chosen: Priced) -> Coming | None:
+        """Return what other routers should predict of a prompt that is sent; None where nothing is cached."""
+        rank = (chosen.prefill or chosen.decode).id
+        if rank.key in self.cacheless:
+            return None
+        blocks, resumable = tuple(hashes[:_MOST_COMING]), self._resumable(rank.key, hashes, prompt_tokens)
+        return Coming(rank, blocks, _expected_s(chosen), resumable if resumable <= len(blocks) else 0)
 
     def admitted(
         self, request_id: str, hashes: Sequence[BlockHash], chosen: Priced, admitted: Admitted
@@ -143,17 +153,18 @@ class Outcomes:
         *,
         is_there: bool = False,
     ) -> None:
-        """Predict that the rank will report the blocks; `is_there` says that it holds them already.
-
-        A rank that computes `computed_tokens` and reports its checkpoints has one at the last block boundary
-        before the last token.
-        """
+        """Predict that the rank will report the blocks; `is_there` says that it holds them already."""
         if rank not in self.cacheless:
-            tells = computed_tokens and rank in self.telling
-            resumable = min(len(hashes), (computed_tokens - 1) // self._block) if tells else 0
+            resumable = self._resumable(rank, hashes, computed_tokens)
             self._balance.predict(rank, hashes, ttl_s, resumable)
             if is_there and rank in self.lending:
                 self._balance.there.add(rank, hashes, self._balance.clock(), ttl_s, resumable)
+
+    def _resumable(self, rank: RankKey, hashes: Sequence[BlockHash], computed_tokens: int) -> int:
+        """Return after how many of the blocks a rank has a checkpoint that computes so many tokens: the last
+        one before the last token, where it reports its checkpoints."""
+        tells = computed_tokens and rank in self.telling
+        return min(len(hashes), (computed_tokens - 1) // self._block) if tells else 0
 
     def _believe(self, rank: Candidate, computing: RankKey, reusable_tokens: float) -> _Believed:
         """Return what is believed of a rank. The rank that computes does not report what it must not
@@ -203,6 +214,11 @@ class Outcomes:
                 self._index.checkpoints.remove(rank, blocks[present_depth:])
             else:
                 self._index.correct(rank, blocks, present_depth)
+
+
+def _expected_s(chosen: Priced) -> float:
+    """Return for how long it is predicted that the rank which computes a prompt will hold it."""
+    return 2 * chosen.total_s + _PREDICTION_S
 
 
 def length_means(

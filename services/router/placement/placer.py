@@ -51,7 +51,7 @@ from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
 from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Plan, RankKey, Role
-from services.values.rank_reports import NO_CACHE, Registration
+from services.values.rank_reports import NO_CACHE, Coming, Registration
 
 _FEW = 16  # Up to so many ranks of a role are all priced.
 _LEAST_LOADED = 6  # So many of the least loaded ranks are always priced.
@@ -60,6 +60,7 @@ _PREDICTED = 6  # So many of the ranks that will soon hold the most of a prompt 
 _DEEPEST = 128  # So many blocks of a prompt with a checkpoint after them are checked, the deepest first.
 _USUAL_TOKENS = 4_096  # A rank should have free pages for a prompt of this length.
 _SOME = 128  # Up to so many holders of a block are sorted; among more of them the order soon has one.
+_LEAST_COMING_S = 0.25  # Other routers are told of a prompt that a rank computes for so long.
 _EXPLAINED = 64  # So many ranks of each role are shown at most.
 
 
@@ -393,6 +394,25 @@ class Placer:
         arrivals.add(self._balance.clock())
         self._pay(hashes, decision)
         self.outcomes.sent(request_id, hashes, prompt_tokens, decision.chosen, reusable_tokens)
+
+    def coming(self, asked: Asked, decision: Decision) -> Coming | None:
+        """Return what the other routers, if there are any, should expect of a prompt that is sent; None
+        where little of it is to be computed."""
+        if self._share.of == 1:
+            return None
+        chosen = decision.chosen
+        tokens, computing = asked.prompt_tokens - chosen.reused_tokens, chosen.prefill or chosen.decode
+        if tokens < _LEAST_COMING_S * computing.prefill_tokens_per_s:
+            return None
+        return self.outcomes.coming(asked.hashes, asked.prompt_tokens, chosen)
+
+    def expect(self, coming: Coming) -> None:
+        """Predict what another router has sent, as if this one had sent it. What an ended life of a rank was
+        sent is left out."""
+        key = coming.rank.key
+        rank = self._decodes.ranks.get(key) or self._prefills.ranks.get(key)
+        if rank is not None and rank.id == coming.rank:
+            self._balance.predict(key, coming.blocks, coming.for_s, coming.resumable)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0

@@ -19,7 +19,7 @@ from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
 from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
-from services.values.rank_reports import LENDS, NO_CHECKPOINTS, PULLS, Registration
+from services.values.rank_reports import LENDS, NO_CHECKPOINTS, PULLS, Coming, Registration
 from services.values.request import Admitted
 
 _SETTINGS = PinSettings()
@@ -140,6 +140,13 @@ class Ours:
         self._placer.sent(str(job.request.number), hashes, job.request.prompt_tokens, decision)
         decode = decision.chosen.decode.id.key
         self._pins.pin(job.request.session, decode, self._router)
+
+    def coming(self, request: TraceRequest) -> Coming | None:
+        _, decision = self._placed[request.number]
+        return self._placer.coming(self._asked(request), decision)
+
+    def expect(self, coming: Coming) -> None:
+        self._placer.expect(coming)
 
     def first_token(self, job: Job) -> None:
         hashes, decision = self._placed[job.request.number]

@@ -121,7 +121,17 @@ class Replay:
         )
         self.jobs.append(job)
         policy.sent(job)
+        self._tell_others(policy, request)
         self._events.after(self._setting.timing.hop_s, job.decode.submit, job)
+
+    def _tell_others(self, policy: Policy, request: TraceRequest) -> None:
+        """The decode rank passes on what one router has sent to the others."""
+        if len(self._policies) == 1 or not isinstance(policy, Ours):
+            return
+        others = [other for other in self._policies if isinstance(other, Ours) and other is not policy]
+        if (coming := policy.coming(request)) is not None:
+            for other in others:
+                self._events.after(2 * self._setting.timing.hop_s, other.expect, coming)
 
     def _send_followers(self, job: Job) -> None:
         for policy, request in self._followers.pop(job.request.number, ()):

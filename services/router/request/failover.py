@@ -257,6 +257,7 @@ class FailoverStream:
             share=convert_request.share_to_proto(request.share),
             adapter=None if request.adapter is None else convert.adapter_to_proto(request.adapter),
             left_s=self._remaining_s() if request.heeds_deadline else None,
+            coming=convert_request.coming_to_proto(placed.coming),
         )
 
     def _withdraw(self) -> Placed | None:

@@ -99,3 +99,34 @@ async def test_they_know_the_same(etcd_endpoint, model_dir, cluster_name, subtes
             sent.cancel()
             await asyncio.gather(sent, return_exceptions=True)
             await cluster.assert_nothing_held()
+    with subtests.test("each expects what the other has sent"):
+        slow = FakeCluster(
+            etcd_endpoint,
+            model_dir,
+            f"{cluster_name}-2",
+            routers=2,
+            decode=(3,),
+            plans=("local",),
+            fake_prompt_token_s=0.01,
+        )
+        async with slow as cluster:
+            ranks = {name for name in cluster.ranks if "decode" in name}
+            first = list(range(100, 180))
+            await asyncio.gather(*(cluster.generate(first[n:], 1, router=0) for n in range(9)))
+            prompt = list(range(400))
+            sent = asyncio.create_task(cluster.generate(prompt, 1, router=0))
+            counted = {}
+
+            async def expected():
+                answer = await explained(cluster, 1, [*prompt[:390], 7])
+                counted.update({f"{c.decode.worker}/{c.decode.rank}": c for c in answer.candidates})
+                return any(c.decode_hit_tokens > c.decode_indexed_tokens for c in counted.values())
+
+            await until(expected)
+            assert counted.keys() == ranks
+            (told,) = (c for c in counted.values() if c.decode_hit_tokens > c.decode_indexed_tokens)
+            assert told.decode_hit_tokens == 390 // BLOCK * BLOCK and told.chosen
+            assert not sent.done()
+            sent.cancel()
+            await asyncio.gather(sent, return_exceptions=True)
+            await cluster.assert_nothing_held()

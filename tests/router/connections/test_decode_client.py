@@ -60,7 +60,7 @@ async def client_of(rank):
     )
     losses = []
     address = RankAddress(RANK, f"127.0.0.1:{server.port}")
-    client = DecodeClient(address, None, lambda load: None, lambda: losses.append(1))
+    client = DecodeClient(address, None, lambda load: None, lambda: losses.append(1), lambda coming: None)
     try:
         async with asyncio.timeout(20):
             await client.connected.wait()

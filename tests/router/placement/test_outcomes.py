@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from router.placement.known_cluster import BLOCK, HASHES, HYBRID, REMOTE, Router, admitted, chains
 from router.ranks.observed import predicted
-from services.values.rank import Plan
-from services.values.rank_reports import LENDS, NO_CACHE, PULLS
+from services.index.read.prefix_index import deepest
+from services.router.ranks.rank_order import Share
+from services.values.rank import Generation, Plan
+from services.values.rank_reports import LENDS, NO_CACHE, PULLS, Coming
 from services.values.request import Pulled
 
 
@@ -169,3 +174,68 @@ def test_of_states_a_source_is_trusted_by_its_checkpoints():
     )
     assert router.index.match(source, HASHES) == 40
     assert router.index.checkpoints.num_blocks(source) == 0
+
+
+sent_prompts = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(1, 40), st.floats(0, 20)), min_size=1, max_size=12
+)
+
+
+@given(sent_prompts, st.booleans(), st.booleans())
+def test_routers_predict_what_the_others_have_sent(sent, is_remote, is_hybrid):
+    """Of long prompts both predict the same of every rank: what a list of all that was sent says."""
+    shape = (2, 2) if is_remote else (3, 0)
+    layout = {"layout": HYBRID} if is_hybrid else {}
+    routers = [Router(*shape, **layout) for _ in range(2)]
+    for index, router in enumerate(routers):
+        router.placer.set_share(Share(index, 2))
+    told: list[Coming] = []
+    live: list[tuple[Coming, float]] = []
+    for number, (index, num_blocks, passed_s) in enumerate(sent):
+        for router in routers:
+            router.now += passed_s
+        router, other = routers[index], routers[1 - index]
+        asked = replace(router.asked(num_blocks), **({"plans": REMOTE} if is_remote else {}))
+        decision = router.placer.place(asked, 0.5)
+        computing = decision.chosen.prefill or decision.chosen.decode
+        coming = router.placer.coming(asked, decision)
+        router.placer.sent(str(number), asked.hashes, asked.prompt_tokens, decision)
+        tokens = asked.prompt_tokens - decision.chosen.reused_tokens
+        assert (coming is not None) == (tokens >= 0.25 * computing.prefill_tokens_per_s)
+        if coming is None:
+            continue
+        assert coming.rank == computing.id
+        told.append(coming)
+        live.append((coming, router.now + coming.for_s))
+        other.placer.expect(coming)
+    now = routers[0].now
+    for rank in (*routers[0].decodes, *routers[0].prefills):
+        of_rank = [each for each, until in live if each.rank == rank.id and until > now]
+        least = max((len(each.blocks) for each in of_rank), default=0)
+        point = max((each.resumable for each in of_rank), default=0)
+        for router in routers:
+            guessed = router.balance.predictions.of(HASHES, now)
+            assert guessed.depth(rank.id.key) >= least
+            assert deepest(guessed.resumable(), {rank.id.key: 40}).get(rank.id.key, 0) >= point
+        if all(index == 0 for index, _, _ in sent):  # The second router knows nothing else.
+            assert predicted(routers[1].balance, rank.id.key, HASHES) == least
+
+
+def test_nobody_is_told_of_what_no_other_router_can_use(subtests):
+    router = Router(1, 0)
+    asked = router.asked()
+    decision = router.placer.place(asked, 0.5)
+    with subtests.test("there is no other router"):
+        assert router.placer.coming(asked, decision) is None
+    router.placer.set_share(Share(0, 2))
+    with subtests.test("it is told of all its blocks"):
+        coming = router.placer.coming(asked, decision)
+        assert coming.blocks == tuple(HASHES) and coming.rank == router.decodes[0].id
+    with subtests.test("the rank was started anew meanwhile"):
+        router.placer.expect(replace(coming, rank=replace(coming.rank, generation=Generation(2))))
+        assert predicted(router.balance, coming.rank.key, HASHES) == 0
+        router.placer.expect(coming)
+        assert predicted(router.balance, coming.rank.key, HASHES) == 40
+    with subtests.test("the rank keeps nothing"):
+        router.placer.set_ranks([replace(router.decodes[0], capabilities=(NO_CACHE,))], [])
+        assert router.placer.coming(asked, decision) is None

@@ -24,7 +24,7 @@ class AbortCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number", "pull_from", "share", "adapter", "left_s")
+    __slots__ = ("request_id", "prompt_ids", "output_ids_so_far", "sampling", "cache_salt", "priority", "plan", "prefill", "decode_generation", "timeout_s", "eos_token_ids", "traceparent", "number", "pull_from", "share", "adapter", "left_s", "coming")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_SO_FAR_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +42,7 @@ class Start(_message.Message):
     SHARE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     LEFT_S_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     output_ids_so_far: _containers.RepeatedScalarFieldContainer[int]
@@ -59,21 +60,36 @@ class Start(_message.Message):
     share: _common_pb2.TenantShare
     adapter: _common_pb2.Adapter
     left_s: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., left_s: _Optional[float] = ...) -> None: ...
+    coming: Coming
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., output_ids_so_far: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., prefill: _Optional[_Union[_common_pb2.RankAddress, _Mapping]] = ..., decode_generation: _Optional[int] = ..., timeout_s: _Optional[float] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., number: _Optional[int] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., left_s: _Optional[float] = ..., coming: _Optional[_Union[Coming, _Mapping]] = ...) -> None: ...
+
+class Coming(_message.Message):
+    __slots__ = ("rank", "blocks", "for_s", "resumable")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
+    rank: _common_pb2.RankId
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    for_s: float
+    resumable: int
+    def __init__(self, rank: _Optional[_Union[_common_pb2.RankId, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., for_s: _Optional[float] = ..., resumable: _Optional[int] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("outputs", "load", "numbers", "token_ids", "takes_further")
+    __slots__ = ("outputs", "load", "numbers", "token_ids", "takes_further", "coming")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TAKES_FURTHER_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     load: _common_pb2.RankLoad
     numbers: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     takes_further: bool
-    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., takes_further: _Optional[bool] = ...) -> None: ...
+    coming: _containers.RepeatedCompositeFieldContainer[Coming]
+    def __init__(self, outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.RankLoad, _Mapping]] = ..., numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., takes_further: _Optional[bool] = ..., coming: _Optional[_Iterable[_Union[Coming, _Mapping]]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("request_id", "token_ids", "logprobs", "admitted", "finished", "error", "drafted_tokens", "accepted_draft_tokens", "prompt_logprobs")
