@@ -116,6 +116,7 @@ class RankLoad:
     file_tier_bytes_per_s: float
     shared_tier_bytes_per_s: float
     tiers_off: bool
+    common_tokens: int | None  # Of pending_tokens; None where the rank does not tell.
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,9 @@ class RankLoad:
     file_tier_bytes_per_s: float = 0.0
     shared_tier_bytes_per_s: float = 0.0  # These are other ranks' files.
     tiers_off: bool = False  # A tier failed, or was slower than computing, and is left alone for a while.
+    common_tokens: int | None = (
+        None  # Of the pending tokens others bring these; None means that it is unknown.
+    )
     # The following fields are not reported to routers.
     reserved_pages: int = 0  # These are reserved for the growth of running sequences.
     retractions: int = 0  # This is counted since the rank's start, as `overtakes` is.

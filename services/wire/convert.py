@@ -318,6 +318,8 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
     pb.file_tier_bytes_per_s = load.file_tier_bytes_per_s
     pb.shared_tier_bytes_per_s = load.shared_tier_bytes_per_s
     pb.tiers_off = load.tiers_off
+    if load.common_tokens is not None:
+        pb.common_tokens = load.common_tokens
     books = load.books
     pb.free_pages = books.free
     pb.cached_pages = books.cached
@@ -359,6 +361,7 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         file_tier_bytes_per_s=finite("load.file_tier_bytes_per_s", pb.file_tier_bytes_per_s),
         shared_tier_bytes_per_s=finite("load.shared_tier_bytes_per_s", pb.shared_tier_bytes_per_s),
         tiers_off=pb.tiers_off,
+        common_tokens=pb.common_tokens if pb.HasField("common_tokens") else None,
     )
 
 

@@ -107,6 +107,7 @@ loads = st.builds(
     file_tier_bytes_per_s=seconds,
     shared_tier_bytes_per_s=seconds,
     tiers_off=st.booleans(),
+    common_tokens=st.none() | uint64,
 )
 pull_requests = st.builds(
     PullRequest,

@@ -21,6 +21,7 @@ from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.drafters import Drafting, RoomAhead, Wish
 from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.gate import BatchSlots, Gate
+from services.engine.paged.in_common import InCommon
 from services.engine.paged.model_runner import Chunk, ModelRunner, Proposal, Sampled
 from services.engine.paged.pulls import PullHooks, Pulls
 from services.engine.paged.sequence import (
@@ -81,7 +82,9 @@ class EngineCore:
         self.figures = StepFigures(limits, clock)
         self._slots = BatchSlots(limits, self.figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
-        self._reports = Reports(cache, self.carried, self._gate, self.figures, self._drafts, self.pulls)
+        self._in_common = InCommon(cache, self._carrying.estimate)
+        counted = self._gate, self._in_common, self.figures, self._drafts, self.pulls
+        self._reports = Reports(cache, self.carried, *counted)
         self.tiers = tiers
         if tiers is not None:
             fills = (self._publish, self._offer, self._catch_up, self._reserve, self.load)
@@ -99,7 +102,7 @@ class EngineCore:
         """
         check_prompt(seq, self.runner.vocab_size, self.max_context_tokens)
         seq.submitted_s = self._clock()
-        self._carrying.estimate(seq)
+        self._in_common.came(seq)
         seq.place = self._shares.came(seq.request.share)
         self._wait(seq)
 
@@ -167,8 +170,7 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.read_ahead(self._gate)
         batch = self._decode_chunks()
-        num_decoding = len(batch)
-        num_drafts = sum([chunk.num_drafts for _, chunk in batch])
+        num_decoding, num_drafts = len(batch), sum([chunk.num_drafts for _, chunk in batch])
         batch += self._prompt_chunks(num_decoding, num_drafts)
         if not batch:
             return admitted or self.retractions > retractions
@@ -385,7 +387,7 @@ class EngineCore:
         self._publish(seq)
         self._active.remove(seq)
         self._release(seq)
-        self._carrying.estimate(seq)
+        self._in_common.came(seq)
         seq.retractions += 1
         self._wait(seq)
         return True
@@ -452,6 +454,7 @@ class EngineCore:
         if not (first or drafted) and finished is None and sampled.logprobs is None:
             self._emit(seq, sampled.token_id)
             return
+        self._in_common.left(seq)
         compute_s = self._clock() - seq.computing_since_s if first else 0.0
         token = newest_token(seq, sampled, finished, (drafted, accepted), compute_s)
         self._emit(seq, self.pulls.with_draft(seq, token) if seq.transfer_id is not None else token)
@@ -467,17 +470,16 @@ class EngineCore:
         self._emit(seq, Failed(error))
 
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
-        held = seq.pages is not None
         seq.phase, seq.proposal = Phase.ENDED, None
+        self._in_common.left(seq)
         self._charges.ended(seq)
         self._shares.left(seq.request.share)
         if self._drafting is not None:
             self._drafting.ended(seq)
-        if not held:
+        if seq.pages is None:
             return
         self._gate.note_news()  # Its slot in the batch is free, even where its pages are not.
         if quarantine:
-            assert seq.pages is not None
             self.cache.quarantine(seq.pages)
             if seq.carried is not None:
                 self.carried.quarantine(seq.carried)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from services.engine.paged.admitting import Limits
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.gate import Gate
+from services.engine.paged.in_common import InCommon
 from services.engine.paged.model_runner import RunnerFailed
 from services.engine.paged.pulls import Pulls
 from services.engine.paged.sequence import Phase, Sequence
@@ -72,6 +73,7 @@ class Reports:
     cache: PrefixCache
     carried: CarriedCache
     gate: Gate
+    in_common: InCommon
     figures: StepFigures
     drafts: DraftCounts
     pulls: Pulls
@@ -86,6 +88,7 @@ class Reports:
             waiting=len(gate),
             admitted_per_s=gate.admitted_per_s,
             pending_tokens=pending,
+            common_tokens=self.in_common.tokens(gate, active),
             waiting_tokens=sum(s.uncached_tokens for s in gate),
             books=self.cache.books(),
             step_s=self.figures.step_s,

@@ -88,6 +88,7 @@ class Sequence:
     # These are estimated at submission, for the load report.
     uncached_tokens: int = 0  # Their K and V are not here.
     uncomputed_tokens: int = 0  # They are to be computed here.
+    in_common: int = 0  # So many of its first tokens a prompt brings that came before it.
     first_token: Sampled | None = None  # It is set while LANDED.
     proposal: Proposal | None = None  # The step that runs verifies it.
     prefix_limit: int | None = None  # So many tokens of its prompt may be matched; None allows all.

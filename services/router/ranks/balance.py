@@ -208,9 +208,10 @@ class Balance:
 
         A report counts all routers' requests that had arrived at the rank, so ours from before it are not
         counted again. The rank has computed since the report: one chunk at most, as it reports after every
-        step. Without a report only our requests are known, until they are admitted or end. On crowded
-        machines a request may arrive later than assumed, so at least those of our tokens are pending that the
-        rank cannot have computed since they were sent.
+        step. What prompts have in common counts once: as the rank tells or, if it does not, as far as we
+        expected it of ours. Without a report only our requests are known, until they are admitted or end.
+        On crowded machines a request may arrive later than assumed, so at least those of our tokens are
+        pending that the rank cannot have computed since they were sent.
         """
         known, now = self._ranks.get(rank), self.clock()
         if known is None:
@@ -222,10 +223,15 @@ class Balance:
         pending_tokens, queued = known.unseen_tokens, load.waiting + len(known.unseen)
         if load.pending_tokens:
             done = int(min(self._chunk_tokens, (now - known.reported_s) * tokens_per_s))
+            if load.common_tokens is not None:
+                done += load.common_tokens
             if done < load.pending_tokens:
                 pending_tokens += load.pending_tokens - done
-            if (guessed := known.guessed_tokens - known.unseen_guessed_tokens) and load.waiting:
-                pending_tokens = max(pending_tokens - guessed, min(pending_tokens, known.most_pending(now)))
+            if load.common_tokens is None and load.waiting:
+                guessed = known.guessed_tokens - known.unseen_guessed_tokens
+                if guessed:
+                    least = min(pending_tokens, known.most_pending(now))
+                    pending_tokens = max(pending_tokens - guessed, least)
         if computing and (ours := known.least_pending(now, tokens_per_s)) > pending_tokens:
             pending_tokens, queued = ours, max(queued, len(computing) - 1)
         running, ours = load.running, len(known.decoding) or len(computing)

@@ -71,6 +71,7 @@ class Job:
     on_first_token: "Callable[[Job], None]"
     on_end: "Callable[[Job], None]"
     pending_tokens: int = 0  # as the rank counts them
+    common_tokens: int = 0  # of these, that prompts before it bring
     decode_blocks: int = 0  # matched
     resumed_blocks: int = 0  # not computed by who computes
     brought_blocks: int = 0  # of these, read from its tier
@@ -118,7 +119,7 @@ class Rank(ABC):
         self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody
         self._queue: deque[Job] = deque()
         self._read: deque[Job] = deque()  # Their tier has been read, or a pull is over.
-        self._queued_tokens = 0
+        self._queued_tokens = self._common_tokens = 0
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
         self._done_tokens = 0  # of the current prompt
@@ -160,7 +161,12 @@ class Rank(ABC):
         job.queued_s = self.events.now
         pulled_tokens = job.source_blocks * self.timing.block_tokens
         job.pending_tokens = job.request.prompt_tokens - max(self.reused_tokens(job.request), pulled_tokens)
+        before = (*self._queue, *self._read, *([self._current] if self._current else ()))
+        common = max((job.request.num_common(each.request) for each in before), default=0) * self.block_tokens
+        found_tokens = job.request.prompt_tokens - job.pending_tokens
+        job.common_tokens = max(0, min(common, job.request.prompt_tokens - 1) - found_tokens)
         self._queued_tokens += job.pending_tokens
+        self._common_tokens += job.common_tokens
         self._queue.append(job)
         self.pulls.begin(job)
         self._next()
@@ -220,6 +226,7 @@ class Rank(ABC):
     def _begin(self, job: Job) -> None:
         self._current = job
         self._queued_tokens -= job.pending_tokens
+        self._common_tokens -= job.common_tokens
         job.began_s = self.events.now
         pages, num_blocks = self._pages[job], len(job.request.blocks)
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
@@ -325,6 +332,7 @@ class Rank(ABC):
             running=0,
             waiting=len(self._queue),
             pending_tokens=self.pending_tokens,
+            common_tokens=self._common_tokens,
             books=self.cache.books(),
             prefill_tokens_per_s=self.timing.reported_tokens_per_s,
             granted_pages=self.pulls.granted_pages,
@@ -365,16 +373,8 @@ class PrefillRank(Rank):
 class DecodeRank(Rank):
     """It is also the rank of an aggregated layout, which is never sent a prompt that another one computes."""
 
-    def __init__(
-        self,
-        id: RankId,
-        num_pages: int,
-        timing: Timing,
-        events: Events,
-        num_states: int = 0,
-        tier_blocks: int = 0,
-    ) -> None:
-        super().__init__(id, num_pages, timing, events, num_states, tier_blocks)
+    def __init__(self, id: RankId, num_pages: int, timing: Timing, events: Events, *below: int) -> None:
+        super().__init__(id, num_pages, timing, events, *below)
         self._receiving: deque[Job] = deque()  # without pages yet
         self._ends: list[tuple[float, int, Job]] = []  # step in which it ends, number, job
         self._steps = 0.0

@@ -31,6 +31,17 @@ class TraceRequest:
         """Return the pages of the prompt."""
         return max(len(self.blocks), -(-self.prompt_tokens // block_tokens))
 
+    def num_common(self, other: "TraceRequest") -> int:
+        """Return how many of the first blocks both have. A block stands for all that comes before it, too."""
+        low, high = 0, min(len(self.blocks), len(other.blocks))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks[middle - 1] == other.blocks[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def found_tokens(self, blocks: int, block_tokens: int) -> int:
         """Return the tokens that are found where so many blocks are."""
         return blocks * block_tokens + (self.common_tokens if blocks == self.common_blocks else 0)

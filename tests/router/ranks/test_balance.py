@@ -69,6 +69,19 @@ def test_what_prompts_in_a_queue_have_in_common_is_counted_once(balance, clock, 
     assert balance.now(D0).pending_tokens == 18_000
 
 
+def test_what_prompts_have_in_common_counts_as_a_rank_tells_that_knows_it(balance, clock):
+    """It is not taken off twice, and counts whoever has sent it."""
+    for name, uncached in [("a", 9_000), ("b", 100), ("c", 100)]:
+        balance.sent(name, D0, None, uncached, 9_000 - uncached)
+    clock.now += 1
+    load = RankLoad(waiting=5, pending_tokens=42_000, prefill_tokens_per_s=3_000.0)
+    for common, pending in [(0, 42_000), (26_700, 15_300), (41_000, 6_200)]:  # At least ours pend.
+        balance.report(D0, replace(load, common_tokens=common))
+        assert balance.now(D0).pending_tokens == pending
+    clock.now += 0.5
+    assert balance.now(D0).pending_tokens == 4_700
+
+
 def test_what_a_report_has_not_seen_is_not_taken_off_it(balance, clock):
     balance.report(D0, RankLoad(waiting=2, pending_tokens=20_000, prefill_tokens_per_s=1_000.0))
     balance.sent("a", D0, None, 100, 0)

@@ -202,7 +202,7 @@ class Pulled(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., refused: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step", "granted_pages", "memory_tier_bytes_per_s", "file_tier_bytes_per_s", "tiers_off", "shared_tier_bytes_per_s")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step", "granted_pages", "memory_tier_bytes_per_s", "file_tier_bytes_per_s", "tiers_off", "shared_tier_bytes_per_s", "common_tokens")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class RankLoad(_message.Message):
     FILE_TIER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     TIERS_OFF_FIELD_NUMBER: _ClassVar[int]
     SHARED_TIER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COMMON_TOKENS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -245,7 +246,8 @@ class RankLoad(_message.Message):
     file_tier_bytes_per_s: float
     tiers_off: bool
     shared_tier_bytes_per_s: float
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., granted_pages: _Optional[int] = ..., memory_tier_bytes_per_s: _Optional[float] = ..., file_tier_bytes_per_s: _Optional[float] = ..., tiers_off: _Optional[bool] = ..., shared_tier_bytes_per_s: _Optional[float] = ...) -> None: ...
+    common_tokens: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., granted_pages: _Optional[int] = ..., memory_tier_bytes_per_s: _Optional[float] = ..., file_tier_bytes_per_s: _Optional[float] = ..., tiers_off: _Optional[bool] = ..., shared_tier_bytes_per_s: _Optional[float] = ..., common_tokens: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kind", "reach", "lanes")
