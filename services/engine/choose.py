@@ -175,6 +175,7 @@ def _runner_factory(settings: EngineConfig, role: Role) -> Callable[[], ModelRun
             draft=draft if settings.draft_model else None,
             max_rows=settings.graph_rows if role is Role.DECODE else 0,
             max_prompt_tokens=settings.chunk_tokens,
+            max_drafts=settings.most_drafts if role is Role.DECODE else 0,
             graph_mib=settings.graph_mib,
             weights="dequantized" if settings.weights == "dequantized" else None,
             kv_dtype=settings.kv_dtype,

@@ -278,8 +278,12 @@ class EngineConfig(ClusterConfig):
     @property
     def graph_rows(self) -> int:
         """Return how many single tokens a decode rank's step has at most, drafts included."""
-        drafts = self.draft_tokens if self.speculation != "off" else 0
-        return min(self.max_running_requests * (1 + drafts), _MOST_GRAPH_ROWS)
+        return min(self.max_running_requests * (1 + self.most_drafts), _MOST_GRAPH_ROWS)
+
+    @property
+    def most_drafts(self) -> int:
+        """Return how many drafts a sequence has in a step at most."""
+        return self.draft_tokens if self.speculation != "off" else 0
 
     @property
     def draft_graph_rows(self) -> int:

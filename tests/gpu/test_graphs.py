@@ -55,3 +55,12 @@ def test_keys_and_values_of_8_bits(device, family, caplog):
     assert num_replayed > 0 or device == "cpu", caplog.text
     assert "unusable" not in caplog.text and "graph_wrong" not in caplog.text, caplog.text
     assert all(len(own) == 16 for own in tokens)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_5", "nemotron_h"])
+def test_drafts_of_recurrent_layers(device, family, caplog):
+    """Each graph's trial compares the states that accepted drafts leave."""
+    caplog.set_level(logging.INFO)
+    outputs(device, family, max_rows=12, max_drafts=2)
+    assert "in 4 runs" in caplog.text or device == "cpu", caplog.text
+    assert "graph_wrong" not in caplog.text and "graph_refused" not in caplog.text, caplog.text

@@ -62,6 +62,7 @@ class TorchRunner:
         draft: DraftModelSettings | None = None,
         max_rows: int = 0,
         max_prompt_tokens: int = 0,
+        max_drafts: int = 0,
         graph_mib: int | None = None,
         fuses: bool = True,
         kv_dtype: KvDtype | None = None,
@@ -77,9 +78,10 @@ class TorchRunner:
         small model that drafts.
 
         On a GPU, CUDA graphs replay steps of up to `max_rows` single tokens and of up to `max_prompt_tokens`
-        prompt tokens. The graphs take at most about `graph_mib` MiB; None means a 64th of the card's memory
-        and at least 256 MiB. With `fuses` our own kernels compute some operations of the model and of the
-        draft model.
+        prompt tokens. A sequence has up to `max_drafts` drafts in a step, which are single tokens, too;
+        recurrent layers need graphs of their own for them. The graphs take at most about `graph_mib` MiB;
+        None means a 64th of the card's memory and at least 256 MiB. With `fuses` our own kernels compute some
+        operations of the model and of the draft model.
 
         K and V are stored in `kv_dtype`; None means the model's type. Recurrent states keep their type.
 
@@ -115,7 +117,7 @@ class TorchRunner:
             kv_dtype=kv_dtype,
         )
         budget = graph_budget(self._device, graph_mib)
-        self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens)
+        self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens, max_drafts)
         left = max(0, budget - self._graphs.bytes)
         self._draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")

@@ -13,7 +13,7 @@ Most steps have the sequences of the last one, each with one more token, in the 
 a step changes the last plan instead of making its own; what it writes is the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -43,12 +43,13 @@ from services.engine.torch.attention.step_view import (
     read_of,
     stored_slots,
 )
-from services.engine.torch.model.step_cache import TokenRows, TokenRuns
+from services.engine.torch.model.step_cache import TokenRounds, TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_rooms import (
     Plan,
-    PromptRoom,
+    RunRoom,
     StepOutputs,
+    StepRoom,
     fits,
     is_latent,
     on_device,
@@ -102,23 +103,23 @@ class StepBuffers:
     waits until the device has read them (finish_step).
     """
 
-    def __init__(
-        self, pools: Pools, num_singles: int, outputs: StepOutputs, prompts: PromptRoom | None = None
-    ) -> None:
-        self.num_singles, self.prompts = num_singles, prompts
-        self.num_rows = num_singles + (prompts.num_tokens if prompts is not None else 0)
-        # The step computes the logits of so many rows.
-        self.num_kept = num_singles + (prompts.num_prompts if prompts is not None else 0)
+    def __init__(self, pools: Pools, room: StepRoom, outputs: StepOutputs) -> None:
+        self.room, self.num_singles, self.prompts = room, room.num_singles, room.prompts
+        self.num_rows, self.num_kept = room.num_singles + room.num_tokens, room.num_kept
         self._layers, device = pools.layers, outputs.numbers.device
         self._has_slots = pools.slots is not None
         self._pool_ids = sorted({reach.pool for reach in self._layers.reaches})
         # Latents come last, and have no plans.
         reaches = sorted(self._layers.reaches, key=lambda reach: is_latent(self._layers, reach))
-        self._rooms = {reach: room_of(self._layers, reach, num_singles) for reach in reaches}
+        self._rooms = {reach: room_of(self._layers, reach, room.num_singles) for reach in reaches}
         self._planned = [reach for reach in reaches if not is_latent(self._layers, reach)]
         self._areas = _Areas(self._sizes(), device)
+        num_runs = room.runs.num_runs if room.runs is not None else 0
+        # These are copied when the device may not have read the others yet.
+        self._counts = _Areas({"counts": (torch.int64, num_runs)}, device)
         self._arange = torch.arange(self.num_rows, device=device)
         self._kept: _Kept | None = None
+        self.takes: list[Callable[[], object]] = []  # The last pass of the model left these (StepCache).
         self.views = {reach: self._view(nth, reach, outputs) for nth, reach in enumerate(self._rooms)}
 
     @property
@@ -128,7 +129,7 @@ class StepBuffers:
 
     @property
     def keeps_some(self) -> bool:
-        return self.prompts is not None and self.prompts.num_tokens > 0
+        return self.room.num_tokens > 0
 
     @property
     def kept(self) -> Tensor:
@@ -142,8 +143,8 @@ class StepBuffers:
 
     @property
     def tokens(self) -> TokenRows | None:
-        """These are the rows as mixers compute them, or None where the model has no mixers."""
-        if not self._has_slots:
+        """These are the rows as mixers compute them, or None where the model has no mixers, or with runs."""
+        if not self._has_slots or self.room.runs is not None:
             return None
         each = np.arange(self.num_rows)
         runs = TokenRuns(
@@ -151,11 +152,37 @@ class StepBuffers:
         )
         return TokenRows(self._arange, runs)
 
-    def fill(self, singles: Sequence[Chunk], prompts: Sequence[Chunk] = (), kept: Sequence[int] = ()) -> bool:
+    @property
+    def rounds(self) -> TokenRounds | None:
+        runs, device = self.room.runs, self._areas.device
+        if runs is None:
+            return None
+        rows = device["run_rows"].view(runs.num_tokens, runs.num_runs)
+        return TokenRounds(device["run_slots"], rows, device["run_places"], self._counts.device["counts"])
+
+    def take(self) -> None:
+        """Update the states with the tokens that `keep` has counted."""
+        for take in self.takes:
+            take()
+
+    def keep(self, counts: Sequence[int]) -> None:
+        """Write how many tokens of each run the states are to include, and launch the copy to the device."""
+        host = self._counts.host["counts"]
+        host[: len(counts)], host[len(counts) :] = counts, counts[0]
+        self._counts.copy("counts", len(host))
+
+    def fill(
+        self,
+        singles: Sequence[Chunk],
+        prompts: Sequence[Chunk] = (),
+        kept: Sequence[int] = (),
+        runs: Sequence[int] = (),
+    ) -> bool:
         """Write a step of single tokens and of prompts, and launch its copy to the device.
 
         `kept` are the rows whose logits are requested, where there are prompts; rows of prompts count from
-        num_singles on. Return False where the step does not fit, or no row stores its KV. Raises
+        num_singles on. With room for runs, `runs` are the numbers of single tokens of each sequence. Return
+        False where the step does not fit, or no row stores its KV. Raises
         ProtocolError as view_step does.
         """
         if not prompts and self._go_on(singles):
@@ -179,14 +206,16 @@ class StepBuffers:
         self._set_rows("token_ids", singles, [token_id for chunk in prompts for token_id in chunk.token_ids])
         positions = [np.arange(chunk.start, chunk.end) for chunk in prompts]
         self._set_rows("positions", singles, np.concatenate(positions) if positions else ())
-        if self._has_slots:
+        if self.room.runs is not None:
+            self._set_runs(singles, runs, self.room.runs)
+        elif self._has_slots:
             self._set("state_slots", [chunk.slot for chunk in singles])
         if self.keeps_some:
             self._set("kept", kept or [0])
         for pool, slots in stored.items():
             self._set_stored(pool, slots, len(singles))
         self._areas.copy("pages", self._set_plans(plans.values()))
-        if not prompts and len(plans) == len(self._rooms):
+        if not prompts and not runs and len(plans) == len(self._rooms):
             self._keep(singles, stored[0], plans)
         return True
 
@@ -254,6 +283,18 @@ class StepBuffers:
         growing.are_cut(parts.table)
         return Plan(growing.pages, growing.outline.readers, parts)
 
+    def _set_runs(self, singles: Sequence[Chunk], runs: Sequence[int], room: RunRoom) -> None:
+        counts, rounds = np.array(runs), np.arange(room.num_tokens)
+        firsts = np.cumsum(counts) - counts
+        self._set("run_slots", [singles[first].slot for first in firsts])
+        rows = self._areas.host["run_rows"].reshape(room.num_tokens, room.num_runs)
+        # Where a run has ended, its last row is computed again.
+        rows[:, : len(runs)] = firsts + np.minimum(rounds[:, None], counts - 1)
+        rows[:, len(runs) :] = rows[:, :1]
+        of_rows = np.repeat(np.arange(len(runs)), counts)
+        nths = np.arange(len(singles)) - firsts[of_rows]
+        self._set("run_places", nths * room.num_runs + of_rows)
+
     def _set_stored(self, pool: int, stored: Slots, num_singles: int) -> None:
         shift = self.num_singles - num_singles
         rows = np.where(stored.rows < num_singles, stored.rows, stored.rows + shift)
@@ -302,7 +343,10 @@ class StepBuffers:
     def _sizes(self) -> dict[str, tuple[torch.dtype, int]]:
         wide, narrow, rows, singles = torch.int64, torch.int32, self.num_rows, self.num_singles
         sizes = {name: (wide, rows) for name in ("token_ids", "positions")}
-        if self._has_slots:
+        if (runs := self.room.runs) is not None:
+            sizes |= {"run_slots": (wide, runs.num_runs), "run_places": (wide, rows)}
+            sizes["run_rows"] = (wide, runs.num_runs * runs.num_tokens)
+        elif self._has_slots:
             sizes["state_slots"] = (wide, rows)
         for pool in self._pool_ids:
             sizes |= {f"stored_{name}{pool}": (wide, rows) for name in Slots._fields}

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -36,8 +36,16 @@ from services.engine.torch.model.mixers import require_slots
 from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_buffers import StepBuffers
-from services.engine.torch.step_rooms import PromptRoom, StepOutputs
-from services.engine.torch.step_trial import StepTrial, rows_to_compare, worst_error
+from services.engine.torch.step_rooms import StepOutputs, StepRoom
+from services.engine.torch.step_sizes import (
+    bucket_rows,
+    fits,
+    is_for_contexts,
+    latent_steps,
+    prompt_steps,
+    run_steps,
+)
+from services.engine.torch.step_trial import StepTrial, accepted_of, rows_to_compare, worst_error, worst_state
 
 logger = logging.getLogger(__name__)
 
@@ -45,52 +53,10 @@ Replay = Callable[[], None]
 # A capture computes what it is given once, and returns a function that computes it again in the same memory.
 Capture = Callable[[Callable[[], None]], Replay]
 
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-_MOST_BUCKETS = 20
-_PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-_MOST_PROMPTS = 16  # This is the limit for one step.
-# The tokens that prompts see are copied out of their pages. There is room for so many times a step's tokens,
-# and for this many at least.
-_SEEN_TIMES, _LEAST_SEEN = 4, 8192
-# Where latents are expanded, steps of so many single tokens have rooms for so many tokens of contexts, of
-# which each head is taken for so many numbers. A step takes no room for more than _MOST_TIMES what it sees,
-# unless that is one of the two least.
-_LATENT_ROWS, _LATENT_SEEN, _HEAD_NUMBERS = (1, 4, 16, 64, 128, 256), (4096, 12288, 36864), 512
 _LEAST_BYTES, _SHARE = 256 << 20, 64
 # Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
 # kernels compute both; a plan that is cut differently, and padding, change the order of sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-# Prompts also have buckets with room for _FEW_ROWS single tokens. A step uses no bucket with more rows than
-# _FEW_ROWS_IN_ALL, which cost no more than one, or than _MOST_TIMES its own rows, if that is more.
-_FEW_ROWS, _FEW_ROWS_IN_ALL, _MOST_TIMES = 64, 128, 3
-
-
-def bucket_rows(max_rows: int) -> tuple[int, ...]:
-    """Return the bucket sizes for steps of up to `max_rows` rows, the largest first."""
-    rows = [rows for rows in _ROWS if rows < max_rows][: _MOST_BUCKETS - 1]
-    return tuple(reversed([*rows, max_rows])) if max_rows > 0 else ()
-
-
-def prompt_rooms(max_tokens: int) -> tuple[PromptRoom, ...]:
-    """Return the rooms for steps of up to `max_tokens` tokens of prompts, the largest first."""
-    sizes = [size for size in _PROMPT_TOKENS if size < max_tokens]
-    sizes += [max_tokens] if 1 < max_tokens <= _PROMPT_TOKENS[-1] else []
-    return tuple(
-        PromptRoom(size, _MOST_PROMPTS, max(_SEEN_TIMES * size, _LEAST_SEEN) + size) for size in sizes[::-1]
-    )
-
-
-def latent_rooms(max_rows: int, token_bytes: int, budget: int | None) -> Iterator[tuple[int, PromptRoom]]:
-    """Yield the rooms for steps of single tokens over latents, the largest first.
-
-    A layer's keys and values of one token take `token_bytes`; those of a room take half the budget at most.
-    """
-    fitting = [
-        num_seen for num_seen in _LATENT_SEEN if budget is None or num_seen * token_bytes <= budget // 2
-    ]
-    rows = [rows for rows in _LATENT_ROWS if rows < max_rows]
-    for num_seen in reversed(fitting):
-        yield from ((num_rows, PromptRoom(0, 0, num_seen)) for num_rows in reversed([*rows, max_rows]))
 
 
 def graph_budget(device: torch.device, mib: int | None) -> int:
@@ -102,15 +68,18 @@ def graph_budget(device: torch.device, mib: int | None) -> int:
 
 
 def open_graphs(
-    model: PackedModel, pools: Pools, max_rows: int, budget: int, max_prompt_tokens: int = 0
+    model: PackedModel,
+    pools: Pools,
+    max_rows: int,
+    budget: int,
+    max_prompt_tokens: int = 0,
+    max_drafts: int = 0,
 ) -> "StepGraphs":
-    """Capture CUDA graphs of steps of up to `max_rows` single and `max_prompt_tokens` prompt tokens.
-
-    A `budget` of 0 bytes gives no graphs.
-    """
+    """Capture CUDA graphs as StepGraphs does; a `budget` of 0 bytes gives none."""
     if not budget:
         return StepGraphs(model, pools, 0, lambda compute: compute)
-    return StepGraphs(model, pools, max_rows, CudaCapture(model.device), budget, max_prompt_tokens)
+    capture = CudaCapture(model.device)
+    return StepGraphs(model, pools, max_rows, capture, budget, max_prompt_tokens, max_drafts)
 
 
 class CudaCapture:
@@ -155,15 +124,13 @@ def _no_waiting() -> Iterator[None]:
 class _Bucket:
     buffers: StepBuffers
     replay: Replay
+    take: Replay | None  # It updates states with the accepted drafts, where there are runs.
 
     @property
-    def size(self) -> tuple[int, int]:
-        prompts = self.buffers.prompts
-        return prompts.num_tokens if prompts is not None else 0, self.buffers.num_singles
-
-    @property
-    def num_seen(self) -> int:
-        return self.buffers.prompts.num_seen if self.buffers.prompts is not None else 0
+    def size(self) -> tuple[int, int, int]:
+        """Return the tokens of prompts, the single tokens, and those that are seen, if that is limited."""
+        room = self.buffers.room
+        return room.num_tokens, room.num_singles, room.num_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +181,7 @@ class _Step:
 
     @property
     def num_seen(self) -> int:
-        return sum(chunk.end for chunk in (*self.singles, *self.prompts))
+        return sum([chunk.end for chunk in (*self.singles, *self.prompts)])
 
 
 def _are_singles(chunk: Chunk) -> bool:
@@ -235,9 +202,11 @@ class StepGraphs:
         capture: Capture,
         budget: int | None = None,
         max_prompt_tokens: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """Capture steps of up to `max_rows` single tokens and up to `max_prompt_tokens` prompt tokens.
 
+        Sequences have up to `max_drafts` drafts, which are among the single tokens.
         They take no more than about `budget` bytes. Where a capture fails, this raises nothing and logs the
         reason.
         """
@@ -248,31 +217,29 @@ class StepGraphs:
         self._outputs: StepOutputs | None = None
         self._logits: Tensor | None = None
         self._most_probable: Tensor | None = None
-        rows, rooms = bucket_rows(max_rows), prompt_rooms(max_prompt_tokens)
-        self._is_wanted = bool(rows or rooms)
-        layers = pools.layers
+        self._is_wanted = max_rows > 0 or max_prompt_tokens > 0
+        layers, sizes = pools.layers, list[StepRoom]()
         self._expands = any(kv.is_latent for kv in layers.pools)
         if not self._is_wanted or not all(_is_replayable(layers, reach) for reach in layers.reaches):
             return
-        if pools.slots is not None or not all(map(layers.packing_of, layers.reaches)):
-            rooms = ()  # Scans, and prompts that attend one by one, are computed eagerly.
-        sizes: list[tuple[int, PromptRoom | None]] = [(num_rows, None) for num_rows in rows]
         if self._expands:
-            heads = max(call.num_heads for call in pools.calls)
-            token_bytes = heads * _HEAD_NUMBERS * layers.pools[0].compute_dtype.itemsize
-            sizes = list(latent_rooms(max_rows, token_bytes, budget)) if max_rows else []
-        beside = dict.fromkeys((max_rows, min(max_rows, _FEW_ROWS), 0))
-        sizes += [(num_rows, room) for room in rooms for num_rows in beside]
+            num_heads = max(call.num_heads for call in pools.calls)
+            sizes += latent_steps(max_rows, num_heads, layers.pools[0].compute_dtype.itemsize, budget)
+        else:
+            sizes += [StepRoom(num_rows) for num_rows in bucket_rows(max_rows)]
+        if pools.slots is not None:  # Scans are computed eagerly.
+            sizes += () if self._expands else run_steps(max_rows, max_drafts)
+        elif all(map(layers.packing_of, layers.reaches)):  # Prompts that attend one by one are, too.
+            sizes += prompt_steps(max_rows, max_prompt_tokens)
         if sizes:
             self._capture_all(sizes, capture, budget)
 
-    def _capture_all(
-        self, sizes: Sequence[tuple[int, PromptRoom | None]], capture: Capture, budget: int | None
-    ) -> None:
+    def _capture_all(self, sizes: Sequence[StepRoom], capture: Capture, budget: int | None) -> None:
         began, device = time.monotonic(), self._model.device
         before = _reserved_bytes(device)
-        most_singles = max(num_singles for num_singles, _ in sizes)
-        most_kept = max(num + (room.num_prompts if room is not None else 0) for num, room in sizes)
+        most_singles, most_kept = (
+            max(each) for each in zip(*((room.num_singles, room.num_kept) for room in sizes), strict=True)
+        )
         with torch.inference_mode(), _frozen(), torch.cuda.device_of(self._pools.layers.pools[0].numbers):
             try:
                 self._outputs = StepOutputs(self._pools.layers, most_singles, device)
@@ -280,11 +247,11 @@ class StepGraphs:
             except RuntimeError as error:  # torch.OutOfMemoryError is a RuntimeError.
                 logger.warning("graph_refused rows=all reason=%r", str(error))
                 return
-            for num_singles, room in sizes:
+            for room in sizes:
                 had_sums = self._model.fused.adds
-                goes_on = self._add(num_singles, room, capture)
+                goes_on = self._add(room, capture)
                 if had_sums and not self._model.fused.adds:  # They were at fault, perhaps.
-                    goes_on = self._add(num_singles, room, capture)
+                    goes_on = self._add(room, capture)
                 if not goes_on:
                     break
                 if budget is not None and _reserved_bytes(device) - before > budget:
@@ -292,7 +259,7 @@ class StepGraphs:
                     break
         self.bytes = max(0, _reserved_bytes(device) - before)
         took_s = time.monotonic() - began
-        kept = [f"{singles}+{prompts}" for prompts, singles in (each.size for each in self._buckets)]
+        kept = [_name_of(bucket.buffers.room) for bucket in self._buckets]
         logger.info("graphs_ready rows=%s mib=%d seconds=%.1f", ",".join(kept), self.bytes >> 20, took_s)
 
     def compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed | None:
@@ -311,45 +278,42 @@ class StepGraphs:
         if not self._takes(chunks):
             return None
         step = _Step.of(chunks)
-        bucket = self._bucket_for(step)
+        has_runs = self._pools.slots is not None and any([chunk.num_drafts for chunk in chunks])
+        runs = [len(chunk.token_ids) for chunk in chunks] if has_runs else []
+        bucket = self._bucket_for(step, runs)
         if bucket is None:
             return None
         if self._pools.slots is not None:
-            require_slots([chunk.slot for chunk in step.singles], self._pools.slots.num_slots)
+            require_slots([chunk.slot for chunk in chunks], self._pools.slots.num_slots)
         shift = bucket.buffers.num_singles - len(step.singles)
         kept = step.places_of(rows)
         if step.prompts:
             kept = [row if row < len(step.singles) else row + shift for row in kept]
-        if not bucket.buffers.fill(step.singles, step.prompts, kept):
+        if not bucket.buffers.fill(step.singles, step.prompts, kept, runs):
             return None
         if self._pools.slots is not None:
             self._pools.slots.zero([c.slot for c in chunks if c.start == 0 and c.slot is not None])
         bucket.replay()
-        return self._of_rows(range(len(kept)) if bucket.buffers.keeps_some else kept)
+        computed = self._of_rows(range(len(kept)) if bucket.buffers.keeps_some else kept)
+        return replace(computed, take=partial(self._take, bucket, chunks)) if runs else computed
+
+    def _take(self, bucket: _Bucket, chunks: Sequence[Chunk], counts: Sequence[int]) -> None:
+        """Update the states of all sequences, those with drafts by the first `counts` of their tokens."""
+        assert bucket.take is not None
+        of_drafts = iter(counts)
+        bucket.buffers.keep([next(of_drafts) if chunk.num_drafts else 1 for chunk in chunks])
+        bucket.take()
 
     def _takes(self, chunks: Sequence[Chunk]) -> bool:
-        # States of drafts are stored only once it is known which drafts are accepted, so such a step runs
-        # eagerly. A graph has no adapter in it.
-        if self._pools.slots is not None and any([chunk.num_drafts for chunk in chunks]):
-            return False
+        # A graph has no adapter in it.
         return not any([chunk.scoring is not None or chunk.adapter is not None for chunk in chunks])
 
-    def _bucket_for(self, step: _Step) -> _Bucket | None:
-        """Return the smallest bucket that fits; it has prompts and single tokens exactly where the step does.
-
-        A bucket with many times the step's rows would take longer than an eager step.
-        """
+    def _bucket_for(self, step: _Step, runs: Sequence[int] = ()) -> _Bucket | None:
         tokens, singles = step.size
-        most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
-        seen = step.num_seen if self._expands else 0
-        most_seen = max(_LATENT_SEEN[1], _MOST_TIMES * seen)
+        num_seen = step.num_seen if self._expands else 0
         for bucket in self._buckets:
-            most_tokens, most_singles = bucket.size
-            has_room = most_tokens >= tokens and most_singles >= singles
-            has_room = has_room and most_tokens + most_singles <= most_rows
-            if self._expands:
-                has_room = has_room and seen <= bucket.num_seen <= most_seen
-            if has_room and bool(most_tokens) is bool(tokens) and bool(most_singles) is bool(singles):
+            room = bucket.buffers.room
+            if fits(room, tokens, singles, runs) and (not self._expands or is_for_contexts(room, num_seen)):
                 return bucket
         return None
 
@@ -360,28 +324,29 @@ class StepGraphs:
         kept = torch.tensor(rows, dtype=torch.int64, device=self._model.device)
         return Computed(self._logits[kept], most_probable=self._most_probable[kept])
 
-    def _add(self, num_singles: int, room: PromptRoom | None, capture: Capture) -> bool:
+    def _add(self, room: StepRoom, capture: Capture) -> bool:
         """Capture and check a bucket, and return whether the next one may be tried.
 
         It may not where the definition is at fault. Where memory is short, smaller buckets may fit.
         """
-        what = f"{num_singles}+{room.num_tokens if room is not None else 0}"
-        bucket, trial = None, None
+        bucket, trial, what = None, None, _name_of(room)
         try:
             assert self._outputs is not None
-            buffers = StepBuffers(self._pools, num_singles, self._outputs, room)
-            trial = StepTrial(self._model, self._pools, num_singles, room)
+            buffers = StepBuffers(self._pools, room, self._outputs)
+            trial = StepTrial(self._model, self._pools, room)
             step = _Step.of(trial.chunks)
-            if not buffers.fill(step.singles, step.prompts):
+            runs = [len(chunk.token_ids) for chunk in trial.chunks] if room.runs is not None else []
+            if not buffers.fill(step.singles, step.prompts, runs=runs):
                 raise RuntimeError("a step for a trial does not fit")
             held = _held_tensors(self._model.model)
             residuals = Residuals(self._model.fused)
             replay = capture(partial(self._run, buffers, residuals))
+            take = capture(buffers.take) if room.runs is not None else None
             if _held_tensors(self._model.model) != held:
                 raise RuntimeError("the definition keeps a tensor of a step")
-            bucket = _Bucket(buffers, replay)
+            bucket = _Bucket(buffers, replay, take)
             self._buckets.append(bucket)
-            self._buckets.sort(key=lambda each: (each.size, each.num_seen))
+            self._buckets.sort(key=lambda each: each.size)
             fault = self._fault(trial)
         # A definition, torch or the device may raise anything, and steps work without graphs.
         except Exception as error:
@@ -421,23 +386,41 @@ class StepGraphs:
         for chunks in (trial.chunks, trial.chunks[:-1] or trial.chunks):
             groups = rows_to_compare(chunks)
             rows = [row for group in groups for row in group]
+            counts = accepted_of(chunks)
             trial.fill()
-            anew = self._model.compute(self._pools, chunks, rows).logits.float().clone()
+            eagerly = self._model.compute(self._pools, chunks, rows)
+            anew = eagerly.logits.float().clone()
+            eagerly.keep(counts)
+            left = trial.states()
             trial.again()
             computed = self._compute(chunks, rows)
             if computed is None:  # A step with fewer kinds of rows belongs to another bucket.
                 continue
             error = worst_error(computed.logits.float(), anew, groups)
+            if computed.take is not None:
+                computed.keep(counts)
+                of_states = worst_state(trial.states(), left)
+                if not of_states <= tolerance:
+                    return _off_by("states", of_states, tolerance)
             trial.again()
             trial.lose_a_page()
             lost = self._compute(chunks, rows)
             assert lost is not None, "the same step was computed before"
             control = worst_error(lost.logits.float(), anew, groups)
             if not error <= tolerance:  # NaN fails, too.
-                return f"logits differ by {error:.1e} of their size, where rounding explains {tolerance:.0e}"
+                return _off_by("logits", error, tolerance)
             if not control > error:
                 logger.warning("graph_check_blind rows=%d error=%.1e lost=%.1e", len(rows), error, control)
         return None
+
+
+def _off_by(what: str, error: float, tolerance: float) -> str:
+    return f"{what} differ by {error:.1e} of their size, where rounding explains {tolerance:.0e}"
+
+
+def _name_of(room: StepRoom) -> str:
+    runs = f" in {room.runs.num_runs} runs" if room.runs is not None else ""
+    return f"{room.num_singles}+{room.num_tokens}{runs}"
 
 
 def _is_replayable(layers: PagedLayers, reach: Reach) -> bool:

@@ -58,6 +58,37 @@ class PromptRoom:
         return 2 * self.num_prompts + self.num_tokens // reach.window
 
 
+@dataclass(frozen=True, slots=True)
+class RunRoom:
+    """Recurrent layers compute `num_runs` runs of up to `num_tokens` single tokens, one token a round."""
+
+    num_runs: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRoom:
+    """There is room for `num_singles` single tokens, and for prompts or runs of those tokens."""
+
+    num_singles: int
+    prompts: PromptRoom | None = None
+    runs: RunRoom | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of prompts' tokens."""
+        return self.prompts.num_tokens if self.prompts is not None else 0
+
+    @property
+    def num_seen(self) -> int:
+        return self.prompts.num_seen if self.prompts is not None else 0
+
+    @property
+    def num_kept(self) -> int:
+        """Return how many rows have logits."""
+        return self.num_singles + (self.prompts.num_prompts if self.prompts is not None else 0)
+
+
 class StepOutputs:
     """All layers, reaches and buffers in turn write the outputs of parts to this memory."""
 

@@ -13,7 +13,7 @@ from services.engine.torch.device import finish_step
 from services.engine.torch.model.kv_groups import StateName
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_rooms import PromptRoom
+from services.engine.torch.step_rooms import PromptRoom, StepRoom
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 
@@ -27,7 +27,10 @@ class StepTrial:
     `chunks` has the single tokens first, then the prompts.
     """
 
-    def __init__(self, model: PackedModel, pools: Pools, num_singles: int, room: PromptRoom | None) -> None:
+    def __init__(self, model: PackedModel, pools: Pools, room: StepRoom) -> None:
+        num_singles, longest = room.num_singles, 1
+        if room.runs is not None:
+            num_singles, longest = room.runs.num_runs, room.runs.num_tokens
         self._pools, self._device = pools, model.device
         self._chance = random.Random(num_singles)
         self._page_size, self._num_tails = pools.layout.page_size, len(pools.layers.pools) - 1
@@ -36,18 +39,20 @@ class StepTrial:
         self._num_pages = 1
         self.chunks: list[Chunk] = []
         self._states: dict[StateName, Tensor] = {}
-        for length in _prompt_lengths(room, (smallest // 2) * self._page_size):
+        for length in _prompt_lengths(room.prompts, (smallest // 2) * self._page_size):
             self.chunks.append(self._chunk(range(length), -(-length // self._page_size)))
         num_slots = pools.slots.num_slots if pools.slots is not None else num_singles
         num_rows = min(num_singles, num_slots, max(1, smallest - self._num_pages))
         of_each = max(1, min(_CONTEXT_PAGES, (smallest - self._num_pages) // max(1, num_rows)))
-        if room is not None and any(kv.is_latent for kv in pools.layers.pools):
+        if room.prompts is not None and any(kv.is_latent for kv in pools.layers.pools):
             left = room.num_seen - sum(chunk.end for chunk in self.chunks)
             num_rows = min(num_rows, max(1, left // ((1 + of_each) * self._page_size)))
         singles = []
-        for _ in range(num_rows):
-            start = self._chance.randrange(of_each * self._page_size)
-            singles.append(self._chunk(range(start, start + 1), of_each))
+        for nth in range(num_rows):
+            # The first run is as long as there is room for, the next one shorter, and so on.
+            end = self._chance.randrange(of_each * self._page_size) + 1
+            run = self._chunk(range(max(0, end - longest + nth % longest), end), of_each)
+            singles.append(replace(run, num_drafts=len(run.token_ids) - 1))
         self.chunks = [*singles, *self.chunks]
         if pools.slots is not None:
             self.chunks = [replace(chunk, slot=nth) for nth, chunk in enumerate(self.chunks)]
@@ -94,6 +99,13 @@ class StepTrial:
                 self._pools.slots.of_state[name][: len(self.chunks)] = states
         finish_step(self._device)
 
+    def states(self) -> list[Tensor]:
+        """Return copies of the states of sequences with drafts."""
+        if self._pools.slots is None:
+            return []
+        slots = [chunk.slot for chunk in self.chunks if chunk.num_drafts]
+        return [states[slots] for states in self._pools.slots.of_state.values()]
+
     def lose_a_page(self) -> None:
         for kv in self._pools.layers.pools:
             kv.numbers[: kv.shape.page_numbers].zero_()
@@ -118,6 +130,20 @@ def rows_to_compare(chunks: Sequence[Chunk]) -> list[list[int]]:
     return [*([singles] if singles else []), *prompts]
 
 
+def accepted_of(chunks: Sequence[Chunk]) -> list[int]:
+    """Return how many tokens of each chunk with drafts are kept in a trial."""
+    return [1 + (nth + 1) % len(chunk.token_ids) for nth, chunk in enumerate(chunks) if chunk.num_drafts]
+
+
+def worst_state(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Return the relative error of the middle sequence of each state, for the worst state."""
+    errors = [
+        ((own.float() - other.float()).flatten(1).norm(dim=1) / other.float().flatten(1).norm(dim=1))
+        for own, other in zip(got, expected, strict=True)
+    ]
+    return _worst_middle(errors)
+
+
 def worst_error(got: Tensor, expected: Tensor, groups: Sequence[Sequence[int]]) -> float:
     """Return the relative error of the middle row of each group, for the worst group.
 
@@ -125,4 +151,9 @@ def worst_error(got: Tensor, expected: Tensor, groups: Sequence[Sequence[int]]) 
     """
     errors = ((got - expected).square().mean(1) / expected.square().mean(1)).sqrt()
     of_groups = errors.split([len(group) for group in groups])
-    return max(float(of_group.sort().values[len(of_group) // 2]) for of_group in of_groups)
+    return _worst_middle(of_groups)
+
+
+def _worst_middle(groups: Sequence[Tensor]) -> float:
+    """Return NaN where any group's middle is NaN."""
+    return float(torch.stack([errors.sort().values[len(errors) // 2] for errors in groups]).max())

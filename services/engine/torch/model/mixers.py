@@ -9,7 +9,8 @@ bits depend on the sequence alone.
 If each token of the batch has a state of its own, states are gathered from their slots and scattered again.
 If the function that takes the states is known, it gets them in place, in one call, drafts included
 (recurrence.py). Otherwise states are gathered round by round: one call computes the first tokens, the next
-the second tokens, and so on, and accepted drafts are computed again.
+the second tokens, and so on, and accepted drafts are computed again. In a graph it is always so, with a fixed
+number of rounds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from services.engine.paged.model_runner import Chunk
@@ -30,6 +32,7 @@ from services.engine.torch.model.step_cache import (
     RecurrentStates,
     SequenceRows,
     StepCache,
+    TokenRounds,
     TokenRows,
     TokenRuns,
     by_rounds,
@@ -69,6 +72,8 @@ class _Call:
     kwargs: dict[str, Any]
 
     def compute(self, hidden: Tensor) -> Tensor:
+        if self.cache.rounds is not None:
+            return self._in_rounds(hidden, self.cache.rounds)
         mixed = [(each.rows, self._sequence(hidden[each.rows], each.slot)) for each in self.cache.sequences]
         tokens = self.cache.tokens
         if tokens is not None:
@@ -107,6 +112,27 @@ class _Call:
             self.cache.waiting.append(lambda kept: self._by_rounds(hidden, kept))
         of_slots = {name: self.pool.of_state[name] for name in self.mixer.states}
         return by_rounds(of_slots, runs, len(hidden), step)
+
+    def _in_rounds(self, hidden: Tensor, rounds: TokenRounds) -> Tensor:
+        states: dict[StateName, Any] = {
+            name: self.pool.of_state[name][rounds.slots] for name in self.mixer.states
+        }
+        mixed = [self._run(self.original, hidden[rows, None], states) for rows in rounds.rows.unbind()]
+        self.cache.takes.append(lambda: self._take(hidden, rounds))
+        return torch.cat(mixed)[rounds.places]
+
+    def _take(self, hidden: Tensor, rounds: TokenRounds) -> None:
+        """Compute the rounds again, and store the states after the first tokens of each run."""
+        states: dict[StateName, Any] = {
+            name: self.pool.of_state[name][rounds.slots] for name in self.mixer.states
+        }
+        for nth, rows in enumerate(rounds.rows.unbind()):
+            after = {name: each.clone() for name, each in states.items()}
+            self._run(self.original, hidden[rows, None], after)
+            goes_on = rounds.counts > nth
+            for name, each in states.items():
+                states[name] = torch.where(goes_on.view(-1, *[1] * (each.dim() - 1)), after[name], each)
+        _scatter(self.pool, rounds.slots, states)
 
     def _run(self, compute: Callable[..., Any], hidden: Tensor, states: dict[StateName, Any]) -> Tensor:
         """Compute `hidden` [batch, tokens, hidden], return [batch * tokens, hidden], and update `states`."""

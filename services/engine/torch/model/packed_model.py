@@ -42,6 +42,7 @@ class Computed:
     logits: Tensor
     _cache: StepCache | None = None
     _head: "_Head | None" = None
+    take: Callable[[Sequence[int]], None] | None = None  # A graph does what `keep` does, where it is given.
     most_probable: Tensor | None = (
         None  # Where it is known, this is the id of each row's highest logit, int64 [num_rows].
     )
@@ -56,6 +57,8 @@ class Computed:
 
         Until then the states include none of these tokens.
         """
+        if self.take is not None and counts:
+            self.take(counts)
         if self._cache is None or self._cache.tokens is None or not counts:
             return
         kept = self._cache.tokens.runs.kept(counts)
@@ -149,7 +152,8 @@ class PackedModel:
     def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
         """Compute and store the step in the buffers, and return the logits of its `kept` rows."""
         cache = StepCache(pools.calls, buffers.positions)
-        cache.slots, cache.tokens = pools.slots, buffers.tokens
+        cache.slots, cache.tokens, cache.rounds = pools.slots, buffers.tokens, buffers.rounds
+        buffers.takes = cache.takes
         cache.view = StepView(pools.layers, cache, buffers.views)
         logits: Tensor = self.model(
             input_ids=buffers.token_ids[None],

@@ -225,19 +225,34 @@ class TokenRows:
     runs: TokenRuns
 
 
+@dataclass(frozen=True, slots=True)
+class TokenRounds:
+    """A graph computes runs of tokens in a fixed number of rounds, each with one token of every run.
+
+    Runs with fewer tokens compute some row again, and nothing reads that. Tables are int64, on the device.
+    """
+
+    slots: Tensor  # This is the slot of each state [num_runs].
+    rows: Tensor  # These are the rows of each round [num_rounds, num_runs].
+    places: Tensor  # Each row's output is this one of those of all rounds [num_rows].
+    counts: Tensor  # The states are to include so many tokens of each run [num_runs], once that is known.
+
+
 class StepCache:
     """The cache belongs to one step. mixers.py fills the states of `layers` before a mixer runs."""
 
     is_compileable = False
 
-    slots: SlotPool | None = None  # This and the next four fields are set where the model has mixers.
+    slots: SlotPool | None = None  # This and the next five fields are set where the model has mixers.
     in_place = False
     scan_tokens: int | None = None  # With None a chunk is one scan.
     sequences: Sequence[SequenceRows] = ()
     tokens: TokenRows | None = None
+    rounds: TokenRounds | None = None  # With these there are no other rows.
 
     def __init__(self, calls: Sequence[AttentionCall], positions: Tensor) -> None:
         self.waiting: list[Take] = []  # Each mixer adds a callback, where a run of its tokens waits.
+        self.takes: list[Callable[[], object]] = []  # So it does where there are rounds.
         self.layers = _Layers()
         self.view: StepView | None = None  # The view knows this cache.
         self._calls = iter(calls)

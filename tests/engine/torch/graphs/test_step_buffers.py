@@ -14,7 +14,7 @@ from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.paged_kv import PageShape
 from services.engine.torch.attention.step_view import LayerPlace, PagedLayers, Reach
 from services.engine.torch.step_buffers import StepBuffers
-from services.engine.torch.step_rooms import StepOutputs
+from services.engine.torch.step_rooms import StepOutputs, StepRoom
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.values.kv import GroupKind
 from services.values.request import SamplingParams
@@ -30,7 +30,7 @@ def buffers_of(reaches, num_rows=MAX_ROWS):
     places = {layer: LayerPlace(reach, 0) for layer, reach in enumerate(reaches)}
     layers = PagedLayers((kv,), (in_place,), places)
     outputs = StepOutputs(layers, num_rows, torch.device("cpu"))
-    return StepBuffers(SimpleNamespace(layers=layers, slots=None), num_rows, outputs)
+    return StepBuffers(SimpleNamespace(layers=layers, slots=None), StepRoom(num_rows), outputs)
 
 
 def written(buffers):

@@ -15,9 +15,12 @@ from bench.families import FAMILIES
 from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
 from engine.torch.attention.plain_prompts import attend_rows_plainly, gather_plainly, varlen_plainly
 from engine.torch.graphs import tape
+from engine.torch.sequences import Carried, Guessing, PageTables, generate
 from exactness.checkpoints import tiny_checkpoint
+from exactness.reference import count_near_ties, random_prompt, reference_generation
 from services.engine.paged.model_runner import Chunk, TailPages
-from services.engine.torch import step_graphs
+from services.engine.torch import runner as torch_runner
+from services.engine.torch import step_graphs, step_sizes
 from services.engine.torch.attention import prompts
 from services.engine.torch.attention.page_pieces import OnDevice
 from services.engine.torch.attention.prompts import Packing
@@ -27,7 +30,10 @@ from services.engine.torch.model.fused.plain_kernels import PLAIN
 from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_graphs import StepGraphs, bucket_rows
+from services.engine.torch.runner import TorchRunner
+from services.engine.torch.step_buffers import StepBuffers
+from services.engine.torch.step_graphs import StepGraphs
+from services.engine.torch.step_sizes import bucket_rows, run_steps
 from services.kv.tails import PoolSizes
 from services.values.errors import ProtocolError
 from services.values.request import SamplingParams
@@ -82,7 +88,7 @@ def varlen_with_room(query, key, value, row_starts, seen_starts, longest, most_s
 
 
 class Made:
-    def __init__(self, family, capture, max_rows=MAX_ROWS, max_prompt_tokens=0):
+    def __init__(self, family, capture, max_rows=MAX_ROWS, **limits):
         model = load_model(open_checkpoint(tiny_checkpoint(family), "float32"), torch.device("cpu"))
         self.model = PackedModel(model)
         self.model.scan_tokens = None
@@ -94,9 +100,7 @@ class Made:
             model_fingerprint=0,
             device=torch.device("cpu"),
         )
-        self.graphs = StepGraphs(
-            self.model, self.pools, max_rows, capture, max_prompt_tokens=max_prompt_tokens
-        )
+        self.graphs = StepGraphs(self.model, self.pools, max_rows, capture, **limits)
 
     def memory(self):
         states = [] if self.pools.slots is None else list(self.pools.slots.of_state.values())
@@ -198,6 +202,71 @@ def test_drafts_are_rows(subtests):
         assert recurrent.graphs.compute([drafting], range(3)) is None
 
 
+def kept_by(made, chunks, by, counts):
+    """The logits of a step with drafts, what it left in memory, and that once `counts` tokens are kept."""
+    rows = range(sum(len(chunk.token_ids) for chunk in chunks))
+    with torch.inference_mode():
+        step = by(chunks, rows)
+        assert step is not None
+        logits, before = step.logits.clone(), [numbers.clone() for numbers in made.memory()]
+        step.keep(counts)
+    return [logits, *before, *(numbers.clone() for numbers in made.memory())]
+
+
+def check_drafts(family):
+    made = Made(family, tape.capture, max_rows=12, max_drafts=2)
+    again = Made(family, tape.computed_again, max_rows=12, max_drafts=2)
+    runs = [each.buffers.room.runs for each in made.graphs._buckets if each.buffers.room.runs]
+    assert {(each.num_runs, each.num_tokens) for each in runs} == {(n, k) for n in (1, 2, 4) for k in (2, 3)}
+    for nth, (lengths, counts) in enumerate(
+        [([3], [3]), ([3], [1]), ([1, 2], [2]), ([2, 1, 3], [1, 2]), ([3, 3, 3, 2], [3, 2, 1, 2])]
+    ):
+        chunks = [
+            replace(chunk, token_ids=[*chunk.token_ids, 7, 8][:length], num_drafts=length - 1, pages=pages)
+            for chunk, length in zip(made.step(len(lengths), nth), lengths, strict=True)
+            for pages in [[*chunk.pages, 60 + chunk.slot]]
+        ]
+        chunks = [replace(c, tails=(TailPages(0, c.pages),) * len(c.tails)) for c in chunks]
+        chunks[0] = replace(chunks[0], start=0 if nth == 1 else chunks[0].start)
+        made.randomize(nth)
+        replayed = kept_by(made, chunks, made.graphs.compute, counts)
+        again.randomize(nth)
+        fresh = kept_by(again, chunks, again.graphs.compute, counts)
+        assert all(map(torch.equal, replayed, fresh))
+        made.randomize(nth)
+        anew = kept_by(made, chunks, lambda c, rows: made.model.compute(made.pools, c, rows), counts)
+        of_states = slice(1 + len(made.pools.layers.pools), 1 + len(made.memory()))
+        for what, (own, other) in enumerate(zip(replayed, anew, strict=True)):
+            if what not in range(of_states.start, of_states.stop):  # A graph stores no state until then.
+                torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
+    assert made.graphs.counts == {"graph": 5}
+    prompt = Chunk(
+        range(5, 9), 0, [9], True, GREEDY, slot=7, tails=(TailPages(0, [9]),) * len(chunks[0].tails)
+    )
+    assert made.graphs.compute([*chunks, prompt], range(15)) is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "falcon_h1" else pytest.mark.exact)
+        for name in ("falcon_h1", "qwen3_5", "qwen3_next", "nemotron_h", "bamba")
+    ],
+)
+def test_drafts_of_recurrent_layers_are_replayed(family):
+    check_drafts(family)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog):
+    own = StepBuffers.keep
+    monkeypatch.setattr(StepBuffers, "keep", lambda self, counts: own(self, [3 - each for each in counts]))
+    made = Made("falcon_h1", tape.computed_again, max_rows=12, max_drafts=2)
+    assert {each.buffers.room.runs for each in made.graphs._buckets} == {None}
+    assert caplog.text.count("reason='states differ by") == 6
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_no_bucket_takes_is_computed_anew(subtests):
     made = Made("llama", tape.computed_again)
@@ -274,6 +343,11 @@ def test_buckets_reach_the_largest_step():
     assert bucket_rows(64)[0] == 64
     assert bucket_rows(70)[:2] == (70, 64)
     assert len(bucket_rows(512)) <= 20 and bucket_rows(512)[-1] == 1
+    rooms = [(room.num_singles, room.runs.num_runs, room.runs.num_tokens) for room in run_steps(21, 5)]
+    assert rooms == [(18, 3, 6), (12, 3, 4), (6, 3, 2)] + [
+        (num_runs * tokens, num_runs, tokens) for num_runs in (2, 1) for tokens in (6, 4, 2)
+    ]
+    assert not [*run_steps(64, 0), *run_steps(5, 5)]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -281,7 +355,7 @@ def test_a_rank_that_only_prefills(subtests):
     for family, sizes in {"llama": [(50, 0)], "falcon_h1": [], "deepseek_v3": [(50, 0)]}.items():
         with subtests.test(family):
             made = Made(family, tape.computed_again, max_rows=0, max_prompt_tokens=50)
-            assert [bucket.size for bucket in made.graphs._buckets] == sizes
+            assert [bucket.size[:2] for bucket in made.graphs._buckets] == sizes
             assert all(not numbers.any() for numbers in made.memory())
 
 
@@ -335,7 +409,7 @@ def test_slots_are_checked(subtests):
 def check_prompts(family):
     made = Made(family, tape.capture, max_prompt_tokens=100)
     again = Made(family, tape.computed_again, max_prompt_tokens=100)
-    sizes = [bucket.size for bucket in made.graphs._buckets if bucket.size[0]]
+    sizes = [bucket.size[:2] for bucket in made.graphs._buckets if bucket.size[0]]
     assert sizes == [(64, 0), (64, MAX_ROWS), (100, 0), (100, MAX_ROWS)]
     for num_rows, lengths in ((0, [2]), (0, [40, 21]), (3, [64]), (5, [2, 3, 70]), (2, [65])):
         chunks = [*made.step(num_rows, 7), *made.prompts(lengths, num_rows)]
@@ -378,9 +452,9 @@ def test_prompts_are_replayed_too(family):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_contexts_of_latents_have_rooms(monkeypatch, subtests):
-    monkeypatch.setattr(step_graphs, "_LATENT_SEEN", (64, 128, 500))
+    monkeypatch.setattr(step_sizes, "_LATENT_SEEN", (64, 128, 500))
     made = Made("deepseek_v3", tape.computed_again, max_rows=4)
-    assert [(each.size[1], each.num_seen) for each in made.graphs._buckets] == [
+    assert [each.size[1:] for each in made.graphs._buckets] == [
         (rows, seen) for rows in (1, 4) for seen in (64, 128, 500)
     ]
     [chunk] = made.step(1, 1)
@@ -390,10 +464,56 @@ def test_contexts_of_latents_have_rooms(monkeypatch, subtests):
             bucket = made.graphs._bucket_for(
                 step_graphs._Step.of([replace(chunk, start=end - 1, pages=pages)])
             )
-            assert (bucket and bucket.num_seen) == num_seen
+            assert (bucket and bucket.size[2]) == num_seen
     with subtests.test("no more than half of the budget"):
-        rooms = step_graphs.latent_rooms(3, token_bytes=10, budget=2559)
-        assert [(rows, room.num_seen) for rows, room in rooms] == [(3, 64), (1, 64)]
+        rooms = step_sizes.latent_steps(3, num_heads=2, itemsize=4, budget=2 * 128 * 2 * 512 * 4 - 1)
+        assert [(room.num_singles, room.num_seen) for room in rooms] == [(3, 64), (1, 64)]
+
+
+def check_runner(family, monkeypatch):
+    """Sequences draft right and wrong tokens; some of their steps have prompts."""
+
+    def open_graphs(model, pools, max_rows, budget, *limits):
+        return StepGraphs(model, pools, max_rows, tape.capture, None, *limits)
+
+    monkeypatch.setattr(torch_runner, "open_graphs", open_graphs)
+    monkeypatch.setattr(PackedModel, "pack", lambda *_: None)  # A kernel of the CPU's is on no tape.
+    directory, sizes = tiny_checkpoint(family), PoolSizes(max_running_requests=6, chunk_size=64)
+    limits = dict(max_rows=12, max_prompt_tokens=40, max_drafts=3)
+    runner = TorchRunner(directory, num_pages=96, page_size=16, sizes=sizes, self_check=False, **limits)
+    tables, chance, sequences = PageTables(runner), random.Random(1), []
+    for length in (37, 21, 5):
+        prompt = random_prompt(length, seed=length)
+        expected = reference_generation(directory, tuple(prompt), 24).token_ids
+
+        def guess(done, expected=expected):
+            right = list(expected[done : done + chance.randrange(1, 4)])
+            cut = chance.randrange(len(right) + 1)
+            return right[:cut] + [token_id ^ 1 for token_id in right[cut:]]
+
+        carried, pages = Carried(tables), tables.take(length + 24)
+        sequences.append(Guessing(prompt, pages, 17, carried=carried, guess=guess))
+    generate(runner, sequences, 16)
+    for each in sequences:
+        reference = reference_generation(directory, tuple(each.ids[: each.prompt_len]), 16)
+        assert count_near_ties(reference, each.output_ids[:16]) == 0
+        assert max(each.step_sizes) > 1 and 1 in each.step_sizes
+    counts = runner.steps_by_way
+    runner.close()
+    return counts
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "falcon_h1" else pytest.mark.exact)
+        for name in ("falcon_h1", "deepseek_v3", "gemma2", "llama4", "gpt_oss", "qwen3_5", "nemotron_h")
+    ],
+)
+def test_what_a_runner_replays_is_what_transformers_generates(family, monkeypatch):
+    counts = check_runner(family, monkeypatch)
+    assert counts["graph"] > 2 * counts["eager"]
 
 
 def fused_by(monkeypatch, kernels):
@@ -442,5 +562,5 @@ def test_sums_that_are_wrong_in_a_step_are_given_up(monkeypatch, caplog):
     fused_by(monkeypatch, PLAIN._replace(add_and_normalize=wrong))
     made = Made("llama", tape.capture, max_rows=2)
     assert not made.model.fused.adds
-    assert [bucket.size for bucket in made.graphs._buckets] == [(0, 1), (0, 2)]
+    assert [bucket.size for bucket in made.graphs._buckets] == [(0, 1, 0), (0, 2, 0)]
     assert caplog.text.count("graph_wrong") == caplog.text.count("fused_kernels_unusable of=sums") == 1

@@ -1,0 +1,95 @@
+"""Graphs are captured for steps of these sizes, and a step finds the smallest one that fits it.
+
+Rooms are few, since each takes memory and time at the start, and none has many times the rows of its steps.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from services.engine.torch.step_rooms import PromptRoom, RunRoom, StepRoom
+
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+_MOST_BUCKETS = 20
+_PROMPT_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+_MOST_PROMPTS = 16  # This is the limit for one step.
+# The tokens that prompts see are copied out of their pages. There is room for so many times a step's tokens,
+# and for this many at least.
+_SEEN_TIMES, _LEAST_SEEN = 4, 8192
+# Where latents are expanded, steps of so many single tokens have rooms for so many tokens of contexts, of
+# which each head is taken for so many numbers. A step takes no room for more than _MOST_TIMES what it sees,
+# unless that is one of the two least.
+_LATENT_ROWS, _LATENT_SEEN, _HEAD_NUMBERS = (1, 4, 16, 64, 128, 256), (4096, 12288, 36864), 512
+# Prompts have buckets with room for _FEW_ROWS single tokens. A step uses no bucket with more rows than
+# _FEW_ROWS_IN_ALL, which cost no more than one, or than _MOST_TIMES its own rows, if that is more.
+_FEW_ROWS, _FEW_ROWS_IN_ALL, _MOST_TIMES = 64, 128, 3
+# With drafts, each number of runs has rooms for a few tokens, and for as many as a step has at most.
+_RUN_TOKENS = (2, 4)
+
+
+def bucket_rows(max_rows: int) -> tuple[int, ...]:
+    """Return the bucket sizes for steps of up to `max_rows` rows, the largest first."""
+    rows = [rows for rows in _ROWS if rows < max_rows][: _MOST_BUCKETS - 1]
+    return tuple(reversed([*rows, max_rows])) if max_rows > 0 else ()
+
+
+def prompt_rooms(max_tokens: int) -> tuple[PromptRoom, ...]:
+    """Return the rooms for steps of up to `max_tokens` tokens of prompts, the largest first."""
+    sizes = [size for size in _PROMPT_TOKENS if size < max_tokens]
+    sizes += [max_tokens] if 1 < max_tokens <= _PROMPT_TOKENS[-1] else []
+    return tuple(
+        PromptRoom(size, _MOST_PROMPTS, max(_SEEN_TIMES * size, _LEAST_SEEN) + size) for size in sizes[::-1]
+    )
+
+
+def latent_steps(max_rows: int, num_heads: int, itemsize: int, budget: int | None) -> Iterator[StepRoom]:
+    """Yield the rooms for steps of single tokens over latents, the largest first.
+
+    A layer's keys and values of a room take half the budget at most.
+    """
+    token_bytes = num_heads * _HEAD_NUMBERS * itemsize
+    fitting = [
+        num_seen for num_seen in _LATENT_SEEN if budget is None or num_seen * token_bytes <= budget // 2
+    ]
+    rows = [*(rows for rows in _LATENT_ROWS if rows < max_rows), max_rows] if max_rows else []
+    for num_seen in reversed(fitting):
+        yield from (StepRoom(num_rows, PromptRoom(0, 0, num_seen)) for num_rows in reversed(rows))
+
+
+def prompt_steps(max_rows: int, max_tokens: int) -> Iterator[StepRoom]:
+    beside = dict.fromkeys((max_rows, min(max_rows, _FEW_ROWS), 0))
+    yield from (StepRoom(num_rows, room) for room in prompt_rooms(max_tokens) for num_rows in beside)
+
+
+def run_steps(max_rows: int, max_drafts: int) -> Iterator[StepRoom]:
+    """Yield the rooms for steps of up to `max_rows` tokens in which sequences have up to `max_drafts` drafts.
+
+    The largest come first.
+    """
+    longest = 1 + max_drafts
+    if longest == 1 or max_rows < longest:
+        return
+    most_runs = max_rows // longest
+    nums_runs = [1 << power for power in range(most_runs.bit_length()) if 1 << power < most_runs]
+    for num_runs in reversed([*nums_runs, most_runs]):
+        for num_tokens in reversed([*(each for each in _RUN_TOKENS if each < longest), longest]):
+            yield StepRoom(num_runs * num_tokens, runs=RunRoom(num_runs, num_tokens))
+
+
+def fits(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
+    """Return whether the room is for such a step, and not for one of many times its rows.
+
+    It has prompts and single tokens exactly where the step does. `runs` are the numbers of tokens of
+    sequences where recurrent layers compute drafts, and empty elsewhere.
+    """
+    has_room = room.num_tokens >= tokens and room.num_singles >= singles
+    most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
+    has_room = has_room and room.num_tokens + room.num_singles <= most_rows
+    if bool(runs) is not (room.runs is not None):
+        return False
+    if room.runs is not None and (len(runs) > room.runs.num_runs or max(runs) > room.runs.num_tokens):
+        return False
+    return has_room and bool(room.num_tokens) is bool(tokens) and bool(room.num_singles) is bool(singles)
+
+
+def is_for_contexts(room: StepRoom, num_seen: int) -> bool:
+    """Return whether the room is for contexts of so many tokens, where latents are expanded."""
+    return num_seen <= room.num_seen <= max(_LATENT_SEEN[1], _MOST_TIMES * num_seen)
