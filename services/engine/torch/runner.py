@@ -41,6 +41,8 @@ from services.values.kv import KvLayout, PageId, PoolMemory
 
 # A step's drafts need memory only for a moment, so this limit is never reached.
 _MAX_STEP_DRAFTS = 1 << 20
+# The draft model's graphs get what the others leave of the budget, and this share of it at least.
+_DRAFT_SHARE = 4
 
 
 class TorchRunner:
@@ -118,7 +120,7 @@ class TorchRunner:
         )
         budget = graph_budget(self._device, graph_mib)
         self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens, max_drafts)
-        left = max(0, budget - self._graphs.bytes)
+        left = max(budget // _DRAFT_SHARE, budget - self._graphs.bytes)
         self._draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self._draft.kv if self._draft is not None else None

@@ -43,7 +43,7 @@ from services.engine.torch.attention.step_view import (
     read_of,
     stored_slots,
 )
-from services.engine.torch.model.step_cache import TokenRounds, TokenRows, TokenRuns
+from services.engine.torch.model.step_cache import SequenceRows, TokenRounds, TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_rooms import (
     Plan,
@@ -144,13 +144,17 @@ class StepBuffers:
     @property
     def tokens(self) -> TokenRows | None:
         """These are the rows as mixers compute them, or None where the model has no mixers, or with runs."""
-        if not self._has_slots or self.room.runs is not None:
+        if not self._has_slots or self.room.runs is not None or self.room.is_scan:
             return None
         each = np.arange(self.num_rows)
         runs = TokenRuns(
             self._areas.device["state_slots"], each, np.ones_like(each), np.zeros(len(each), np.bool)
         )
         return TokenRows(self._arange, runs)
+
+    @property
+    def sequences(self) -> Sequence[SequenceRows]:
+        return (SequenceRows(self._arange, self._areas.device["scan_slot"]),) if self.room.is_scan else ()
 
     @property
     def rounds(self) -> TokenRounds | None:
@@ -196,6 +200,8 @@ class StepBuffers:
             return False
         if bool(singles) is not bool(self.num_singles) or len(kept) > self.num_kept:
             return False
+        if self.room.is_scan and len(prompts) > 1:
+            return False
         plans = {reach: self._plan(reach, singles) for reach in self._planned} if singles else {}
         if not all(fits(plan, self._rooms[reach]) for reach, plan in plans.items()):
             return False
@@ -208,6 +214,8 @@ class StepBuffers:
         self._set_rows("positions", singles, np.concatenate(positions) if positions else ())
         if self.room.runs is not None:
             self._set_runs(singles, runs, self.room.runs)
+        elif self.room.is_scan:
+            self._set("scan_slot", [chunk.slot for chunk in prompts])
         elif self._has_slots:
             self._set("state_slots", [chunk.slot for chunk in singles])
         if self.keeps_some:
@@ -346,6 +354,8 @@ class StepBuffers:
         if (runs := self.room.runs) is not None:
             sizes |= {"run_slots": (wide, runs.num_runs), "run_places": (wide, rows)}
             sizes["run_rows"] = (wide, runs.num_runs * runs.num_tokens)
+        elif self.room.is_scan:
+            sizes["scan_slot"] = (wide, 1)
         elif self._has_slots:
             sizes["state_slots"] = (wide, rows)
         for pool in self._pool_ids:

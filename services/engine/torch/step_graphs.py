@@ -44,6 +44,7 @@ from services.engine.torch.step_sizes import (
     latent_steps,
     prompt_steps,
     run_steps,
+    scan_steps,
 )
 from services.engine.torch.step_trial import StepTrial, accepted_of, rows_to_compare, worst_error, worst_state
 
@@ -227,10 +228,15 @@ class StepGraphs:
             sizes += latent_steps(max_rows, num_heads, layers.pools[0].compute_dtype.itemsize, budget)
         else:
             sizes += [StepRoom(num_rows) for num_rows in bucket_rows(max_rows)]
-        if pools.slots is not None:  # Scans are computed eagerly.
-            sizes += () if self._expands else run_steps(max_rows, max_drafts)
-        elif all(map(layers.packing_of, layers.reaches)):  # Prompts that attend one by one are, too.
-            sizes += prompt_steps(max_rows, max_prompt_tokens)
+        if pools.slots is not None and not self._expands:
+            sizes += run_steps(max_rows, max_drafts)
+        if all(
+            map(layers.packing_of, layers.reaches)
+        ):  # Prompts that attend one by one are computed eagerly.
+            is_scanned = pools.slots is not None
+            sizes += (
+                scan_steps(max_prompt_tokens) if is_scanned else prompt_steps(max_rows, max_prompt_tokens)
+            )
         if sizes:
             self._capture_all(sizes, capture, budget)
 
@@ -248,10 +254,11 @@ class StepGraphs:
                 logger.warning("graph_refused rows=all reason=%r", str(error))
                 return
             for room in sizes:
+                left = None if budget is None else budget - (_reserved_bytes(device) - before)
                 had_sums = self._model.fused.adds
-                goes_on = self._add(room, capture)
+                goes_on = self._add(room, capture, left)
                 if had_sums and not self._model.fused.adds:  # They were at fault, perhaps.
-                    goes_on = self._add(room, capture)
+                    goes_on = self._add(room, capture, left)
                 if not goes_on:
                     break
                 if budget is not None and _reserved_bytes(device) - before > budget:
@@ -324,10 +331,11 @@ class StepGraphs:
         kept = torch.tensor(rows, dtype=torch.int64, device=self._model.device)
         return Computed(self._logits[kept], most_probable=self._most_probable[kept])
 
-    def _add(self, room: StepRoom, capture: Capture) -> bool:
+    def _add(self, room: StepRoom, capture: Capture, left: int | None) -> bool:
         """Capture and check a bucket, and return whether the next one may be tried.
 
-        It may not where the definition is at fault. Where memory is short, smaller buckets may fit.
+        It may not where the definition is at fault. Where memory is short, smaller buckets may fit. A scan,
+        which a definition may compute with a lot of memory, takes no more than `left` bytes.
         """
         bucket, trial, what = None, None, _name_of(room)
         try:
@@ -338,6 +346,14 @@ class StepGraphs:
             runs = [len(chunk.token_ids) for chunk in trial.chunks] if room.runs is not None else []
             if not buffers.fill(step.singles, step.prompts, runs=runs):
                 raise RuntimeError("a step for a trial does not fit")
+            if room.is_scan and left is not None:
+                needed = _peak_bytes(
+                    self._model.device, partial(self._run, buffers, Residuals(self._model.fused))
+                )
+                if needed > left:
+                    raise RuntimeError(
+                        f"out of memory: a scan takes {needed} bytes of the {left} left for graphs"
+                    )
             held = _held_tensors(self._model.model)
             residuals = Residuals(self._model.fused)
             replay = capture(partial(self._run, buffers, residuals))
@@ -397,8 +413,8 @@ class StepGraphs:
             if computed is None:  # A step with fewer kinds of rows belongs to another bucket.
                 continue
             error = worst_error(computed.logits.float(), anew, groups)
-            if computed.take is not None:
-                computed.keep(counts)
+            computed.keep(counts)
+            if left:
                 of_states = worst_state(trial.states(), left)
                 if not of_states <= tolerance:
                     return _off_by("states", of_states, tolerance)
@@ -435,6 +451,16 @@ def _reserved_bytes(device: torch.device) -> int:
         return 0
     torch.cuda.empty_cache()
     return int(torch.cuda.memory_reserved(device))
+
+
+def _peak_bytes(device: torch.device, compute: Callable[[], None]) -> int:
+    """Return the GPU memory that a computation takes for a moment."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    compute()
+    return int(torch.cuda.max_memory_allocated(device) - before)
 
 
 def _held_tensors(model: torch.nn.Module) -> list[int]:

@@ -68,11 +68,16 @@ class RunRoom:
 
 @dataclass(frozen=True, slots=True)
 class StepRoom:
-    """There is room for `num_singles` single tokens, and for prompts or runs of those tokens."""
+    """There is room for `num_singles` single tokens, and for prompts or runs of those tokens.
+
+    With `is_scan` recurrent layers scan one chunk of a prompt, which has as many tokens as there is room for:
+    a scan of more would leave another state.
+    """
 
     num_singles: int
     prompts: PromptRoom | None = None
     runs: RunRoom | None = None
+    is_scan: bool = False
 
     @property
     def num_tokens(self) -> int:

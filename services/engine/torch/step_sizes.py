@@ -4,6 +4,7 @@ Rooms are few, since each takes memory and time at the start, and none has many 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from services.engine.torch.step_rooms import PromptRoom, RunRoom, StepRoom
 
@@ -74,6 +75,13 @@ def run_steps(max_rows: int, max_drafts: int) -> Iterator[StepRoom]:
             yield StepRoom(num_runs * num_tokens, runs=RunRoom(num_runs, num_tokens))
 
 
+def scan_steps(max_tokens: int) -> Iterator[StepRoom]:
+    """Yield the room for a whole chunk of a long prompt, which recurrent layers scan."""
+    if 1 < max_tokens <= _PROMPT_TOKENS[-1]:
+        (room,) = prompt_rooms(max_tokens)[:1]
+        yield StepRoom(0, replace(room, num_prompts=1), is_scan=True)
+
+
 def fits(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
     """Return whether the room is for such a step, and not for one of many times its rows.
 
@@ -83,6 +91,8 @@ def fits(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool
     has_room = room.num_tokens >= tokens and room.num_singles >= singles
     most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
     has_room = has_room and room.num_tokens + room.num_singles <= most_rows
+    if room.is_scan and room.num_tokens != tokens:
+        return False
     if bool(runs) is not (room.runs is not None):
         return False
     if room.runs is not None and (len(runs) > room.runs.num_runs or max(runs) > room.runs.num_tokens):

@@ -13,7 +13,7 @@ from services.engine.torch.device import finish_step
 from services.engine.torch.model.kv_groups import StateName
 from services.engine.torch.model.packed_model import PackedModel
 from services.engine.torch.pools import Pools
-from services.engine.torch.step_rooms import PromptRoom, StepRoom
+from services.engine.torch.step_rooms import StepRoom
 from services.values.kv import PageId
 from services.values.request import SamplingParams
 
@@ -39,7 +39,7 @@ class StepTrial:
         self._num_pages = 1
         self.chunks: list[Chunk] = []
         self._states: dict[StateName, Tensor] = {}
-        for length in _prompt_lengths(room.prompts, (smallest // 2) * self._page_size):
+        for length in _prompt_lengths(room, (smallest // 2) * self._page_size):
             self.chunks.append(self._chunk(range(length), -(-length // self._page_size)))
         num_slots = pools.slots.num_slots if pools.slots is not None else num_singles
         num_rows = min(num_singles, num_slots, max(1, smallest - self._num_pages))
@@ -100,10 +100,10 @@ class StepTrial:
         finish_step(self._device)
 
     def states(self) -> list[Tensor]:
-        """Return copies of the states of sequences with drafts."""
-        if self._pools.slots is None:
+        """Return copies of the states of sequences that have a scan or drafts."""
+        slots = [chunk.slot for chunk in self.chunks if len(chunk.token_ids) > 1]
+        if self._pools.slots is None or not slots:
             return []
-        slots = [chunk.slot for chunk in self.chunks if chunk.num_drafts]
         return [states[slots] for states in self._pools.slots.of_state.values()]
 
     def lose_a_page(self) -> None:
@@ -111,8 +111,10 @@ class StepTrial:
             kv.numbers[: kv.shape.page_numbers].zero_()
 
 
-def _prompt_lengths(room: PromptRoom | None, most_tokens: int) -> list[int]:
-    if room is None or not room.num_tokens:
+def _prompt_lengths(room: StepRoom, most_tokens: int) -> list[int]:
+    if room.is_scan:
+        return [room.num_tokens]
+    if not room.num_tokens:
         return []
     tokens = min(room.num_tokens, most_tokens)
     return [max(2, 2 * tokens // 3), *([tokens // 4] if tokens >= 8 else [])]

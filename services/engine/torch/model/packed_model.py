@@ -152,7 +152,8 @@ class PackedModel:
     def logits_of(self, pools: Pools, buffers: StepBuffers) -> Tensor:
         """Compute and store the step in the buffers, and return the logits of its `kept` rows."""
         cache = StepCache(pools.calls, buffers.positions)
-        cache.slots, cache.tokens, cache.rounds = pools.slots, buffers.tokens, buffers.rounds
+        cache.slots, cache.sequences = pools.slots, buffers.sequences
+        cache.tokens, cache.rounds = buffers.tokens, buffers.rounds
         buffers.takes = cache.takes
         cache.view = StepView(pools.layers, cache, buffers.views)
         logits: Tensor = self.model(

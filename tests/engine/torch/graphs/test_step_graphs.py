@@ -267,6 +267,58 @@ def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog):
     assert caplog.text.count("reason='states differ by") == 6
 
 
+def check_scans(family):
+    made = Made(family, tape.capture, max_rows=2, max_prompt_tokens=70)
+    again = Made(family, tape.computed_again, max_rows=2, max_prompt_tokens=70)
+    assert [each.size[:2] for each in made.graphs._buckets] == [(0, 1), (0, 2), (70, 0)]
+    for nth, start in enumerate((0, 33)):
+        [chunk] = made.prompts([70], nth)
+        end_page = -(-(start + 70) // PAGE_SIZE)
+        pages = list(range(20, 20 + end_page))
+        tails = (TailPages(0, pages),) * len(chunk.tails)
+        chunks = [replace(chunk, start=start, pages=pages, tails=tails, slot=3)]
+        left = []
+        for own, by in [(made, made.graphs.compute), (again, again.graphs.compute), (made, None)]:
+            own.randomize(nth)
+            anew = lambda c, rows: made.model.compute(made.pools, c, rows)  # noqa: E731
+            logits, _, memory = computed(own, chunks, by or anew, [69])
+            left.append([logits, *memory])
+        assert all(map(torch.equal, left[0], left[1]))
+        for replayed, other in zip(left[0], left[2], strict=True):
+            torch.testing.assert_close(replayed, other, atol=2e-3, rtol=1e-3)
+    assert made.graphs.counts == {"graph": 2}
+    other = replace(
+        chunks[0], slot=4, pages=list(range(50, 57)), tails=(TailPages(0, range(50, 57)),) * len(tails)
+    )
+    for others in (
+        [replace(chunks[0], token_ids=chunks[0].token_ids[:-1])],
+        [chunks[0], other],
+        made.step(2, 1) + chunks,
+    ):
+        assert made.graphs.compute(others, [0]) is None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name == "qwen3_5" else pytest.mark.exact)
+        for name in ("qwen3_5", "falcon_h1", "qwen3_5_moe", "qwen3_next", "nemotron_h", "bamba")
+    ],
+)
+def test_whole_chunks_are_scanned_in_a_graph(family):
+    check_scans(family)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_scan_takes_no_more_memory_than_is_left(monkeypatch, caplog):
+    monkeypatch.setattr(step_graphs, "_peak_bytes", lambda device, compute: 1000)
+    for budget, sizes in ((1000, [(0, 1), (70, 0)]), (999, [(0, 1)])):
+        made = Made("falcon_h1", tape.computed_again, max_rows=1, max_prompt_tokens=70, budget=budget)
+        assert [each.size[:2] for each in made.graphs._buckets] == sizes
+    assert caplog.text.count("a scan takes 1000 bytes of the 999 left for graphs") == 1
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_no_bucket_takes_is_computed_anew(subtests):
     made = Made("llama", tape.computed_again)
@@ -352,7 +404,7 @@ def test_buckets_reach_the_largest_step():
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_rank_that_only_prefills(subtests):
-    for family, sizes in {"llama": [(50, 0)], "falcon_h1": [], "deepseek_v3": [(50, 0)]}.items():
+    for family, sizes in {"llama": [(50, 0)], "falcon_h1": [(50, 0)], "deepseek_v3": [(50, 0)]}.items():
         with subtests.test(family):
             made = Made(family, tape.computed_again, max_rows=0, max_prompt_tokens=50)
             assert [bucket.size[:2] for bucket in made.graphs._buckets] == sizes
