@@ -18,7 +18,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
@@ -42,6 +42,7 @@ _NAME = "blocks"
 _LAYOUT = "[0-9a-f]{16}"
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOOKS_END_S = 0.5
+_TRIES = 5
 _PAGE = 4096
 _MOST_BYTES = (1 << 63) - 1
 _TABLE_READ = 1 << 20
@@ -248,18 +249,27 @@ def open_file(directory: Path, rank: str, shape: SlabShape, calls: FileCalls = F
     path = directory / shape.layout_id.hex() / rank / _NAME
     try:
         path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = _opened(path)
     except OSError as error:
         raise slab_fault(str(path), error) from error
     with _closing_unless_opened(str(path), fd):
         _keep_to_ourselves(path, fd)
         _check_disk(path, fd, shape)
         _lock(str(path), fd)
-    if os.fstat(fd).st_nlink == 0:  # `remove` had the lock before us.
+        is_removed = os.fstat(fd).st_nlink == 0
+    if is_removed:  # `remove` had the lock before us.
         os.close(fd)
         return open_file(directory, rank, shape, calls)
     return _locked_slab(str(path), fd, shape, calls)
+
+
+def _opened(path: Path) -> int:
+    """Open a rank's file, and create it with its directory. Raises OSError."""
+    for _ in range(_TRIES):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # `remove` has removed the directory meanwhile.
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    raise SlabInUse(f"{path} is removed all the time")
 
 
 @contextmanager
@@ -350,7 +360,7 @@ def remove(path: Path) -> bool:
         if not is_slab or not _takes_lock(fd, fcntl.LOCK_EX):
             return False
         path.unlink()  # A rank that opens it now waits for the lock, then finds it removed.
-        if not any(path.parent.iterdir()):
+        with suppress(OSError):  # It has something else in it, such as the file of a rank that came since.
             path.parent.rmdir()
         return True
     finally:

@@ -188,6 +188,49 @@ def test_who_looks_at_a_file_costs_no_rank_its_tier(tmp_path):
         slabs.open_file(tmp_path, "d.0", SHAPE).close()
 
 
+def test_a_rank_whose_directory_is_removed_as_it_opens_its_file_makes_it_again(tmp_path, monkeypatch):
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    (path,) = slabs.slab_files(tmp_path)
+    slabs.remove(path)
+    mkdir, removals = Path.mkdir, [1]
+
+    def removed_after(directory, **settings):
+        mkdir(directory, **settings)
+        if directory == path.parent and removals:
+            removals.pop()
+            directory.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", removed_after)
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    assert path.exists()
+    removals += [1] * 99
+    slabs.remove(path)
+    with pytest.raises(SlabInUse, match="removed all the time"):
+        slabs.open_file(tmp_path, "d.0", SHAPE)
+
+
+def test_a_file_that_fails_once_it_is_locked_is_left_out_and_let_go(tmp_path, monkeypatch):
+    """As one of NFS whose server was replaced."""
+    lock, fds = slabs._lock, []
+
+    def locked(name, fd):
+        lock(name, fd)
+        fds.append(fd)
+        monkeypatch.setattr(slabs.os, "fstat", stale)
+
+    def stale(fd):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(slabs, "_lock", locked)
+        with pytest.raises(SlabFails, match="Stale"):
+            slabs.open_file(tmp_path, "d.0", SHAPE)
+        monkeypatch.undo()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fds[0])
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+
+
 def test_a_rank_that_comes_while_its_file_is_removed_gets_another(tmp_path, monkeypatch):
     slabs.open_file(tmp_path, "d.0", SHAPE).close()
     (path,) = slabs.slab_files(tmp_path)
