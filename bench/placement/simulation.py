@@ -42,6 +42,11 @@ class Simulation(Replay):
         self.serve()
         return self._row(time.process_time() - began)
 
+    def serve(self) -> None:
+        super().serve()
+        for rank in self.ranks:
+            rank.cache.check()
+
     def _will_return(self, at_s: float, rank: Rank) -> None:
         self._outlook.will_return(at_s, rank)
 
