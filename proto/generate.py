@@ -20,6 +20,8 @@ PROTO = Path(__file__).parent
 WIRE = PROTO.parent / "services" / "wire"
 SOURCES = sorted(str(p.relative_to(PROTO)) for p in PROTO.rglob("*.proto"))
 _ABSOLUTE = re.compile(r"^from (isthmus\.v1|etcd) import (\w+)", re.MULTILINE)
+# protoc's second way to call a service, whose functions open a channel by themselves, is used by nobody.
+_EXPERIMENTAL = re.compile(r"\n+ # This class is part of an EXPERIMENTAL.*?(?=\n\n\nclass |\Z)", re.DOTALL)
 _WELL_KNOWN = Path(grpc_tools.__file__).parent / "_proto"
 
 
@@ -32,8 +34,11 @@ def generate(target: Path) -> None:
     for path in target.rglob("*_pb2*.py*"):
         # Files of one package import only each other, so the package itself is `.`.
         path.write_text(_ABSOLUTE.sub(r"from . import \2", path.read_text()))
-    for empty in target.rglob("etcd_pb2_grpc.py"):
-        empty.unlink()  # etcd.proto declares no service
+    for path in target.rglob("*_pb2_grpc.py"):
+        if "Stub" in (text := path.read_text()):
+            path.write_text(_EXPERIMENTAL.sub("", text).rstrip() + "\n")
+        else:
+            path.unlink()  # Its .proto declares no service.
     for folder in ("isthmus", "isthmus/v1", "etcd"):
         (target / folder / "__init__.py").write_text("")
 

@@ -15,6 +15,7 @@ import random
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 
@@ -27,7 +28,8 @@ from services.settings.flags import Bounds, load, setting
 from services.values.errors import NotFound
 from services.values.rank import RankAddress, Role
 from services.wire import convert
-from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
+from services.wire.isthmus.v1 import rank_pb2
+from services.wire.isthmus.v1.rank_pb2_grpc import RankStub
 
 _POLL_S = 1.0
 _ANSWER_TIMEOUT_S = 10.0  # This is added to the requested wait: the rank informs the routers first.
@@ -81,7 +83,7 @@ async def _run(config: DrainConfig) -> int:
             others = f"other {role.value} rank of model {model}"
             print(f"isthmus drain: no {others} takes requests", file=sys.stderr)
     act = _undrain if config.undo else _drain
-    outcomes = await asyncio.gather(*(_answered(act, config, rank) for rank in named))
+    outcomes = await asyncio.gather(*(answered(act, config, rank, "isthmus drain") for rank in named))
     return 0 if all(outcomes) else 1
 
 
@@ -130,24 +132,31 @@ async def _read_etcd(config: RanksConfig) -> list[ListedRank]:
     return [ListedRank(known.role, known.model, known.address, known.draining) for known in registrations]
 
 
-_Act = Callable[[grpc.aio.Channel, ListedRank, DrainConfig], Awaitable[bool]]
+_ConfigT = TypeVar("_ConfigT", bound=RanksConfig)
+_T = TypeVar("_T")
 
 
-async def _answered(act: _Act, config: DrainConfig, rank: ListedRank) -> bool:
+async def answered(
+    act: Callable[[RankStub, ListedRank, _ConfigT], Awaitable[_T]],
+    config: _ConfigT,
+    rank: ListedRank,
+    command: str,
+) -> _T | None:
+    """Return what `act` returns, or say which error the rank answered with, and return None."""
     try:
         async with channels.open_channel(rank.address.endpoint, config.tls()) as channel:
-            return await act(channel, rank, config)
+            return await act(RankStub(channel), rank, config)
     except grpc.aio.AioRpcError as error:
-        print(f"isthmus drain: {rank}: {grpc_errors.error_from(error)}", file=sys.stderr)
-        return False
+        print(f"{command}: {rank}: {grpc_errors.error_from(error)}", file=sys.stderr)
+        return None
 
 
-async def _drain(channel: grpc.aio.Channel, rank: ListedRank, config: DrainConfig) -> bool:
+async def _drain(stub: RankStub, rank: ListedRank, config: DrainConfig) -> bool:
     clock = asyncio.get_running_loop().time
     deadline, shown, is_requested = clock() + config.timeout_s, "", False
     while True:
         left_s = max(0.0, deadline - clock())
-        answer = await _ask_to_drain(channel, rank, config, min(_POLL_S, left_s), only_wait=is_requested)
+        answer = await _ask_to_drain(stub, rank, config, min(_POLL_S, left_s), only_wait=is_requested)
         is_requested = True
         running, hands_over = answer.running, answer.HasField("hand_over") and not answer.hand_over.over
         if running == 0 and not hands_over:
@@ -174,18 +183,18 @@ def _told(hand_over: rank_pb2.HandOver) -> str:
 
 
 async def _ask_to_drain(
-    channel: grpc.aio.Channel, rank: ListedRank, config: DrainConfig, wait_s: float, only_wait: bool
+    stub: RankStub, rank: ListedRank, config: DrainConfig, wait_s: float, only_wait: bool
 ) -> rank_pb2.DrainResponse:
     generation, timeout_s = rank.address.id.generation, wait_s + _ANSWER_TIMEOUT_S
     request = rank_pb2.DrainRequest(
         generation=generation, wait_s=wait_s, only_wait=only_wait, hand_over_s=config.hand_over_s
     )
-    answer: rank_pb2.DrainResponse = await rank_pb2_grpc.RankStub(channel).Drain(request, timeout=timeout_s)
+    answer: rank_pb2.DrainResponse = await stub.Drain(request, timeout=timeout_s)
     return answer
 
 
-async def _undrain(channel: grpc.aio.Channel, rank: ListedRank, _config: DrainConfig) -> bool:
+async def _undrain(stub: RankStub, rank: ListedRank, _config: DrainConfig) -> bool:
     request = rank_pb2.UndrainRequest(generation=rank.address.id.generation)
-    await rank_pb2_grpc.RankStub(channel).Undrain(request, timeout=_ANSWER_TIMEOUT_S)
+    await stub.Undrain(request, timeout=_ANSWER_TIMEOUT_S)
     print(f"{rank}: in service", flush=True)
     return True

@@ -5,16 +5,11 @@ clients may ask for the adapter as soon as the first ranks have it.
 """
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc
-
-from services.cli.drain import ListedRank, listed_ranks, ranks_named
+from services.cli.drain import ListedRank, answered, listed_ranks, ranks_named
 from services.cli.router_client import RanksConfig
 from services.cli.table import format_table
-from services.net import channels, grpc_errors
 from services.settings.flags import Bounds, load, setting
 from services.values.errors import ConfigError
 from services.wire.isthmus.v1 import rank_pb2
@@ -41,10 +36,6 @@ class LoraConfig(RanksConfig):
             raise ConfigError("isthmus lora takes `load NAME DIRECTORY`, `unload NAME`, or `ls`")
 
 
-# It returns what to show of a rank.
-_Act = Callable[[RankStub, ListedRank, LoraConfig], Awaitable[list[tuple[str, ...]]]]
-
-
 def run(argv: list[str]) -> int:
     return asyncio.run(_run(load(LoraConfig, argv, prog="isthmus lora")))
 
@@ -53,20 +44,14 @@ async def _run(config: LoraConfig) -> int:
     listed = await listed_ranks(config)
     named = ranks_named(config.ranks, listed) if config.ranks else listed
     act = {"load": _load, "unload": _unload, "ls": _list}[config.words[0]]
-    answers = await asyncio.gather(*(_answered(act, config, rank) for rank in named))
-    rows = [row for answer in answers if answer is not None for row in answer]
+    answers = await asyncio.gather(*(answered(act, config, rank, "isthmus lora") for rank in named))
+    rows = [
+        (str(rank), rank.role.value, *row)
+        for rank, answer in zip(named, answers, strict=True)
+        for row in answer or ()
+    ]
     print(format_table(["rank", "role", "adapter", "digest", ""], rows) if rows else "no adapter is loaded")
     return 1 if None in answers else 0
-
-
-async def _answered(act: _Act, config: LoraConfig, rank: ListedRank) -> list[tuple[str, ...]] | None:
-    try:
-        async with channels.open_channel(rank.address.endpoint, config.tls()) as channel:
-            rows = await act(RankStub(channel), rank, config)
-    except grpc.aio.AioRpcError as error:
-        print(f"isthmus lora: {rank}: {grpc_errors.error_from(error)}", file=sys.stderr)
-        return None
-    return [(str(rank), rank.role.value, *row) for row in rows]
 
 
 async def _load(stub: RankStub, rank: ListedRank, config: LoraConfig) -> list[tuple[str, ...]]:

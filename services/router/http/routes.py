@@ -64,33 +64,31 @@ def http_app(
     count: Callable[[str], None] = lambda dialect: None,
     metrics: MetricsPage | None = None,
 ) -> ASGIApp:
-    """Return the ASGI app.
-
-    Args:
-        models: The models that answer.
-        page: The web page at /.
-        keys: The API keys; without them anybody may use the API.
-        allowed_origins: The origins of web pages that may call the API.
-        leaves_images_out: Whether a text replaces each image of a body, which is an error otherwise.
-        max_body_bytes: The function that returns the largest body's bytes.
-        in_flight: The count of the bytes of bodies.
-        clock: The function that returns seconds since the epoch, for the `created` fields.
-        count: The function that receives each call's dialect.
-        metrics: The Prometheus metrics at /metrics.
-    """
+    """Return the ASGI app. Web pages of `allowed_origins` may call it. `clock` returns seconds since the
+    epoch, for the `created` fields; `count` is told each call's dialect."""
     store = ResponseStore(_STORED_RESPONSES, _STORED_BYTES)
     bodies = BodyReader(max_body_bytes, models.context_tokens, leaves_images_out=leaves_images_out)
     generating = (
         Route(path, Generating(dialect, models, bodies, clock, count).answer, methods=["POST"])
         for path, dialect in _dialects(store).items()
     )
+    stored, tokens = StoredResponses(store), Tokenizing(models, bodies)
+    model_list, about = ModelList(models, int(clock())), About(models)
     routes = [
         *generating,
-        *_stored_routes(StoredResponses(store)),
-        *_tokens_routes(Tokenizing(models, bodies)),
-        *_models_routes(ModelList(models, int(clock()))),
+        Route(f"{RESPONSES}/{{id}}", stored.look, methods=["GET"]),
+        Route(f"{RESPONSES}/{{id}}", stored.delete, methods=["DELETE"]),
+        Route(f"{MESSAGES}/count_tokens", tokens.count, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/v1/models", model_list.all, methods=["GET"]),
+        Route("/v1/models/{id:path}", model_list.one, methods=["GET"]),  # Some ids have slashes.
+        Route(HEALTH, model_list.health, methods=["GET"]),
         Route("/v1/cluster/watch", Watching(watch).stream, methods=["GET"]),
-        *_about_routes(About(models)),
+        Route("/version", about.version, methods=["GET"]),
+        Route("/model_info", about.model_info, methods=["GET"]),
+        Route("/server_info", about.server_info, methods=["GET"]),
+        Route("/flush_cache", about.flush_cache, methods=["GET", "POST"]),
         *(page.routes() if page is not None else ()),
         *([Route("/metrics", Metrics(metrics).show, methods=["GET"])] if metrics is not None else ()),
     ]
@@ -151,36 +149,3 @@ def _dialects(store: ResponseStore) -> dict[str, Dialect[Any]]:
             "sglang", read_generate_call, lambda call, envelope, words: GenerateAnswer(call, words.token_text)
         ),
     }
-
-
-def _stored_routes(stored: StoredResponses) -> list[Route]:
-    path = f"{RESPONSES}/{{id}}"
-    return [
-        Route(path, stored.look, methods=["GET"]),
-        Route(path, stored.delete, methods=["DELETE"]),
-    ]
-
-
-def _tokens_routes(tokens: Tokenizing) -> list[Route]:
-    return [
-        Route(f"{MESSAGES}/count_tokens", tokens.count, methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-    ]
-
-
-def _models_routes(models: ModelList) -> list[Route]:
-    return [
-        Route("/v1/models", models.all, methods=["GET"]),
-        Route("/v1/models/{id:path}", models.one, methods=["GET"]),  # Some ids have slashes.
-        Route(HEALTH, models.health, methods=["GET"]),
-    ]
-
-
-def _about_routes(about: About) -> list[Route]:
-    return [
-        Route("/version", about.version, methods=["GET"]),
-        Route("/model_info", about.model_info, methods=["GET"]),
-        Route("/server_info", about.server_info, methods=["GET"]),
-        Route("/flush_cache", about.flush_cache, methods=["GET", "POST"]),
-    ]

@@ -66,35 +66,3 @@ def add_DecodeServicer_to_server(servicer, server):
             'isthmus.v1.Decode', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
     server.add_registered_method_handlers('isthmus.v1.Decode', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Decode:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Attach(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/isthmus.v1.Decode/Attach',
-            isthmus_dot_v1_dot_decode__pb2.Command.SerializeToString,
-            isthmus_dot_v1_dot_decode__pb2.StepOutputs.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
