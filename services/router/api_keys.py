@@ -18,7 +18,6 @@ does; writing into it refuses everybody for a moment.
 import hashlib
 import hmac
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
@@ -31,6 +30,7 @@ from grpc_health.v1 import health
 
 from services.observe import log_lines
 from services.router.callers import Caller, calling, enter
+from services.router.followed_file import FollowedFile
 from services.values.errors import ConfigError, Unauthenticated
 from services.values.request import MAX_ID_CHARS, is_id
 
@@ -122,7 +122,6 @@ def _caller(words: list[str], where: str) -> Caller:
     return Caller(tenant, is_operator=bool(others))
 
 
-Stamp = tuple[int, int, int]
 _OPEN = f"/{health.SERVICE_NAME}/"
 
 
@@ -142,25 +141,28 @@ class ApiKeys:
         tokens: TokenCallers | None = None,
     ) -> None:
         self.refusals = refusals or KeyRefusals()
-        self._path = path
         self._tokens = tokens
-        self._stamp: Stamp | None = None if path is None else stamp_of(path)  # With None it is read again.
-        self._callers = {} if path is None else _read(path)  # The keys are digests.
-        self._problem = ""  # This says why no key is valid.
+        self._file = (
+            None
+            if path is None
+            else FollowedFile(
+                "--api-key-file", path, _some_keys, unreadable="api_keys_revoked", encoding="ascii"
+            )
+        )
 
     def check(self, authorization: str | None) -> Caller:
         """Return the key's caller, in the same time for all wrong keys. Raises Unauthenticated."""
-        self._follow()
+        callers = self._callers()
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated(NO_KEY)
         shown = digest(key.strip())
-        fitting = [known for known in self._callers if hmac.compare_digest(shown, known)]  # All are compared.
+        fitting = [known for known in callers if hmac.compare_digest(shown, known)]  # All are compared.
         if not fitting and self._tokens is not None and key.count(".") == 2:
             return self._tokens.caller(key.strip())
         if not fitting:
             raise Unauthenticated(WRONG_KEY)
-        return self._callers[fitting[0]]
+        return callers[fitting[0]]
 
     def is_good(self, authorization: str | None, caller: Caller) -> bool:
         try:
@@ -168,44 +170,19 @@ class ApiKeys:
         except Unauthenticated:
             return False
 
-    def _follow(self) -> None:
-        if self._path is None:
-            return
-        stamp = stamp_of(self._path)
-        if stamp is not None and stamp == self._stamp:
-            return
-        try:
-            self._callers, self._stamp, self._problem = _read(self._path), stamp, ""
-        except ConfigError as error:
-            self._revoke(str(error))
-        else:
-            log_lines.event(log, "api_keys_read", keys=len(self._callers))
-
-    def _revoke(self, problem: str) -> None:
-        self._callers, self._stamp = {}, None
-        if problem != self._problem:
-            log_lines.event(log, "api_keys_revoked", level=logging.ERROR, error=problem, keys=0)
-        self._problem = problem
+    def _callers(self) -> Mapping[bytes, Caller]:
+        """Return the callers by their keys' digests, none while the file cannot be read."""
+        if self._file is None:
+            return {}
+        if self._file.is_new():
+            log_lines.event(log, "api_keys_read", keys=len(self._file.content))
+        return {} if self._file.problem else self._file.content
 
 
-def stamp_of(path: Path) -> Stamp | None:
-    """Return what differs after the file was replaced, or None where there is none."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _read(path: Path) -> Mapping[bytes, Caller]:
-    try:
-        callers = read_keys(path.read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"--api-key-file: {path}: {error}") from error
+def _some_keys(text: str) -> Mapping[bytes, Caller]:
+    callers = read_keys(text)
     if not callers:
-        raise ConfigError(f"--api-key-file: {path} holds no key")
+        raise ConfigError("it holds no key")
     if unbound := num_unbound(callers.values()):
         log_lines.event(
             log,

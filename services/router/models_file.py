@@ -20,12 +20,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from services.index.read.mirror import RankView
 from services.observe import log_lines
-from services.router.api_keys import Stamp, stamp_of
+from services.router.followed_file import FollowedFile
 from services.router.models import Models, Weights, base_of
 from services.router.router_config import RouterConfig
 from services.router.served_model import Model
@@ -156,16 +157,15 @@ class ModelsFile:
         open_model: Callable[[RouterConfig], AbstractAsyncContextManager[Model]],
         ranks: Callable[[], Iterable[RankView]],
     ) -> None:
-        self._path = path
         self._config = config
         self._models = models
         self._open_model = open_model
         self._ranks = ranks
-        self._stamp: Stamp | None = stamp_of(path)
-        self._listed = _read(path, config)
+        self._file = FollowedFile(
+            "--models", path, partial(read_models, config=config), unreadable="models_unreadable"
+        )
         self._opened: dict[str, _Opened] = {}
         self._leaving: list[tuple[_Opened, float]] = []  # With the times when they may be closed.
-        self._problem = ""
         self._reported: set[str] = set()
         models.watch_unserved(self._unserved)
 
@@ -182,29 +182,16 @@ class ModelsFile:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(_FOLLOW_S)
-            await self._follow()
+            if self._file.is_new():
+                self._reported.clear()
+                await self._apply()
             self._models.note_ranks()
             self._report_unserved()
             await self._let_go()
 
-    async def _follow(self) -> None:
-        stamp = stamp_of(self._path)
-        if stamp == self._stamp:
-            return
-        try:
-            self._listed = _read(self._path, self._config)
-        except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log_lines.event(log, "models_unreadable", level=logging.ERROR, error=self._problem)
-            return
-        self._stamp, self._problem = stamp, ""
-        self._reported.clear()
-        await self._apply()
-
     async def _apply(self) -> None:
         """Open what is new or was changed. A model whose new settings cannot be opened keeps its old ones."""
-        listed = self._listed
+        listed = self._file.content
         new = [
             (name, config)
             for name, config in listed.models.items()
@@ -255,12 +242,3 @@ class ModelsFile:
         for name in {view.registration.model for view in self._unserved()} - self._reported:
             self._reported.add(name)
             log_lines.event(log, "model_not_listed", level=logging.WARNING, model=name)
-
-
-def _read(path: Path, config: RouterConfig) -> Listed:
-    try:
-        return read_models(path.read_text(encoding="utf-8"), config)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--models: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"--models: {path}: {error}") from error

@@ -28,7 +28,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from services.observe import log_lines
-from services.router.api_keys import stamp_of
+from services.router.followed_file import FollowedFile
 from services.router.quotas import LIMITS, Limits, Quota, Refusal
 from services.router.tenant_lru import TenantLru
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, OverLimit
@@ -254,12 +254,10 @@ class Tenants:
         num_routers: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = path
         self._clock = clock
         self._num_routers = num_routers
-        self._stamp = stamp_of(path)
-        self._tenants = _read(path)
-        self._problem = ""
+        self._file = FollowedFile("--tenants", path, read_tenants, unreadable="tenants_unreadable")
+        self._tenants = self._file.content
         # An account stays when the file does not name its tenant any more, so its usage is not lost.
         self.accounts: dict[str, Account] = {}
         self._sessions: TenantLru[str, int] = TenantLru(_SESSIONS)
@@ -294,28 +292,11 @@ class Tenants:
             account.tenant, account.quota.limits = tenant, tenant.limits
 
     def _follow(self) -> None:
-        stamp = stamp_of(self._path)
-        if stamp == self._stamp:
+        if not self._file.is_new():
             return
-        try:
-            self._tenants = _read(self._path)
-        except ConfigError as error:
-            if str(error) != self._problem:
-                self._problem = str(error)
-                log_lines.event(log, "tenants_unreadable", level=logging.ERROR, error=self._problem)
-            return
-        self._stamp, self._problem = stamp, ""
+        self._tenants = self._file.content
         self._open_accounts()
         log_lines.event(log, "tenants_read", tenants=len(self._tenants) - 1)
-
-
-def _read(path: Path) -> Mapping[str, Tenant]:
-    try:
-        return read_tenants(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--tenants: {error}") from error
-    except ConfigError as error:
-        raise ConfigError(f"--tenants: {path}: {error}") from error
 
 
 class TenantCollector(Collector):

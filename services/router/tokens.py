@@ -18,8 +18,9 @@ from typing import Any
 import jwt
 
 from services.observe import log_lines
-from services.router.api_keys import BAD_TOKEN, EXPIRED_TOKEN, Stamp, digest, stamp_of
+from services.router.api_keys import BAD_TOKEN, EXPIRED_TOKEN, digest
 from services.router.callers import Caller
+from services.router.followed_file import FollowedFile
 from services.values.errors import ConfigError, Unauthenticated
 from services.values.request import is_id
 
@@ -44,13 +45,11 @@ class Tokens:
     """The constructor raises ConfigError when the file cannot be read, or has no key that may sign."""
 
     def __init__(self, path: Path, rules: TokenRules, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
         self._rules = rules
         self._clock = clock
-        self._stamp: Stamp | None = stamp_of(path)
-        self._keys = _read(path)
+        self._file = FollowedFile("--jwks-file", path, _signing_keys, unreadable="token_keys_revoked")
+        self._keys = self._file.content
         self._known: dict[bytes, tuple[Caller, float]] = {}  # It has when each token expires.
-        self._problem = ""
 
     def caller(self, token: str) -> Caller:
         """Return the token's caller. Raises Unauthenticated."""
@@ -96,33 +95,26 @@ class Tokens:
         return self._keys[header["kid"]]
 
     def _follow(self) -> None:
-        stamp = stamp_of(self._path)
-        if stamp is not None and stamp == self._stamp:
+        if self._file.is_new():
+            log_lines.event(log, "token_keys_read", keys=len(self._file.content))
+        elif not self._file.problem:
             return
+        self._keys = {} if self._file.problem else self._file.content
         self._known.clear()
-        try:
-            self._keys, self._stamp, self._problem = _read(self._path), stamp, ""
-        except ConfigError as error:
-            self._keys, self._stamp = {}, None
-            if str(error) != self._problem:
-                log_lines.event(log, "token_keys_revoked", level=logging.ERROR, error=str(error))
-            self._problem = str(error)
-        else:
-            log_lines.event(log, "token_keys_read", keys=len(self._keys))
 
 
-def _read(path: Path) -> Mapping[str, jwt.PyJWK]:
+def _signing_keys(text: str) -> Mapping[str, jwt.PyJWK]:
     """Return the keys that may sign, by their ids."""
     try:
-        read = jwt.PyJWKSet.from_json(path.read_text(encoding="utf-8")).keys
+        read = jwt.PyJWKSet.from_json(text).keys
         signing = [key for key in read if key.algorithm_name in _ALGORITHMS and _may_sign(key)]
         keys = {key.key_id or "": key for key in signing}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
-        raise ConfigError(f"--jwks-file: {path}: {error}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
+        raise ConfigError(str(error)) from error
     if len(keys) < len(signing):
-        raise ConfigError(f"--jwks-file: {path} has two keys of one id (kid), or without one")
+        raise ConfigError("it has two keys of one id (kid), or without one")
     if not keys:
-        raise ConfigError(f"--jwks-file: {path} holds no public key")
+        raise ConfigError("it holds no public key")
     return keys
 
 

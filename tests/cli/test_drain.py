@@ -22,7 +22,7 @@ ALL = [D1, D01, P0, D00]
 
 async def test_a_rank_is_asked(subtests, capsys, monkeypatch):
     with subtests.test("a rank that cannot be asked fails alone"):
-        assert not await drain._answered(drain._drain, DrainConfig(targets=("d0",)), D00)
+        assert not await drain.answered(drain._drain, DrainConfig(targets=("d0",)), D00, "isthmus drain")
         said = capsys.readouterr()
         assert said.err.startswith("isthmus drain: d0/0: ") and said.err.count("\n") == 1
         assert not said.out
