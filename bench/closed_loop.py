@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from bench.report import Row, verdict
+from bench.report import Row, number, verdict
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.replay.following import Job as PlanJob
 from services.router.replay.following import Steady, plan
@@ -293,15 +293,9 @@ def measure(loop: Loop, headrooms: Sequence[float], seeds: Sequence[int]) -> tup
             for headroom in headrooms
         ]
         rows += [{"seed": seed} | row for row in (ours, *foreseeing, many)]
-        enough = [_number(row, "rank_hours") for row in foreseeing if _number(row, "goodput") >= GOALS.share]
-        times = _number(ours, "rank_hours") / min(enough) if enough else None
+        enough = [number(row["rank_hours"]) for row in foreseeing if number(row["goodput"]) >= GOALS.share]
+        times = number(ours["rank_hours"]) / min(enough) if enough else None
         found = verdict("goodput of the loop", ">=", GOALS.share, ours["goodput"])
         beside = verdict("rank-hours / those of who knew the future", "<=", 1.15, times)
         goals += [{"at": f"closed loop, seed {seed}"} | each for each in (found, beside)]
     return rows, goals
-
-
-def _number(row: Row, name: str) -> float:
-    value = row[name]
-    assert isinstance(value, int | float)
-    return float(value)

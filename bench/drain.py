@@ -21,7 +21,6 @@ of ranks that have served are: the kernel needs longer for a first touch than a 
 leaves that out.
 """
 
-import argparse
 import asyncio
 import ctypes
 import logging
@@ -34,10 +33,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.checkpoint import Size, write
-from bench.decode_cache.summary import percentile
 from bench.decode_cache.workload import Ids, TokenIds
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, percentile, table, verdict, write_json
 from cluster.harness import FakeCluster, ids_request
 from services.cli import drain
 from services.etcd.embedded import EmbeddedEtcd
@@ -247,10 +245,7 @@ async def measure_all(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[cell.name for cell in CELLS], help="these cells")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument(

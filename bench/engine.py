@@ -16,7 +16,6 @@ The sides alternate step by step within a run. Ratios are tokens per second over
 taken within each round; spreads are the middle half over the median.
 """
 
-import argparse
 import os
 import random
 import time
@@ -35,7 +34,7 @@ from bench.checkpoint import Size, checkpoint
 from bench.constrained import CONSTRAINT, ConstrainedBatch, LargeVocabulary, cost_goals, cost_row
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, spread, table, write_json
+from bench.report import Row, parser_of, spread, table, write_json
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
@@ -343,10 +342,7 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 2048])
     parser.add_argument(

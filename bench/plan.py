@@ -11,7 +11,6 @@ The first tenth of the requests is not counted on either side. --load is of what
 **A closed loop** (closed_loop.py) is in virtual time.
 """
 
-import argparse
 import asyncio
 import sys
 import time
@@ -36,7 +35,7 @@ from bench.placement.real import (
     _TOKEN_S,
     Replay,
 )
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, table, verdict, write_json
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.cli.look.plan import PlanConfig, observations
 from services.router.replay.observed import Observation
@@ -143,9 +142,7 @@ def _size(text: str) -> Size:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", default="live,loop", help="live, loop or both")
     parser.add_argument("--layouts", default=_LAYOUTS, help="PREFILL+DECODE,...: the first one is observed")
     parser.add_argument("--seconds", type=float, default=_SECONDS)
@@ -153,7 +150,6 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=_LOAD)
     parser.add_argument("--headrooms", default="0.9,1", help="of the one that knew the future")
     parser.add_argument("--seeds", default="1,2", help="of the closed loop")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
     goals: list[Row] = []

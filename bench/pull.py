@@ -23,7 +23,6 @@ sooner, so that its answers have more beside them on two cores.
 `computed` is what the ranks computed of prompts, over what nobody held of them in whole pages.
 """
 
-import argparse
 import asyncio
 import logging
 import os
@@ -36,11 +35,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.checkpoint import Size, write
-from bench.decode_cache.summary import percentile
 from bench.decode_cache.workload import Ids, TokenIds
 from bench.families import FAMILIES
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, percentile, table, verdict, write_json
 from cluster.harness import FakeCluster, ids_request
 from services.cli import drain
 from services.cli.model.make_model import make_model
@@ -367,10 +365,7 @@ async def measure_all(cells: Sequence[Cell], size: Size, rounds: int, transport:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[cell.name for cell in CELLS], help="these cells")
     parser.add_argument("--rounds", type=int, default=1, help="of each side, on requests of their own")
     parser.add_argument("--transport", default="nixl")

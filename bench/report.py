@@ -1,6 +1,8 @@
 """Benchmarks print a table for a person and write JSON with `rows` for a machine."""
 
+import argparse
 import json
+import math
 import os
 import platform
 from collections.abc import Sequence
@@ -15,6 +17,25 @@ def spread(samples: Sequence[float]) -> float:
     ordered = sorted(samples)
     quarter = len(ordered) // 4
     return (ordered[-1 - quarter] - ordered[quarter]) / median(ordered)
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """Return the smallest sample that at least `share` of all samples do not exceed."""
+    ordered = sorted(samples)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def number(value: object) -> float:
+    """Return a figure of a row, which must be a number."""
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with `--json` whose help is the benchmark's docstring as it stands."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser
 
 
 def table(rows: Sequence[Row]) -> str:

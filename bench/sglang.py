@@ -15,8 +15,6 @@ The same conversations, one system after the other, in this order:
                                blind in P/D mode all the same: sgl-project/sglang#23573)
     sglang_router_waiting      as sglang_router, but SGLang waits where it spins, as our plugin has it do:
                                so the difference to ours is that of the routers and what they ask for
-    dp_aware                   sglang-router --dp-aware, with one decode worker of 2 DP ranks: one request.
-                               0.3.2 fails it in P/D mode: it posts to the URL HOST:PORT@RANK as it stands
 
 All engines get the same arguments, but for those that only our plugin needs. The load is the same; engines
 have computed some short requests before, and caches are empty. Other programs may share this machine's cores:
@@ -26,7 +24,6 @@ order; the figures are then medians.
 The router's policies look at a request's text, SGLang computes its token ids: requests carry both.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -39,7 +36,7 @@ from pathlib import Path
 import psutil
 
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table
+from bench.report import Row, parser_of, table
 from bench.sglang_cpu import PARTS, part_of, spent
 from bench.sglang_load import Client, Load, TokenIds, Turn, drive, run_turn, warm_up
 from bench.sglang_stock import Router, StockSglang
@@ -61,7 +58,6 @@ from services.engine.engine_config import EngineConfig
 from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.net import channels
 from services.router.text.tokenizer import Tokenizer
-from services.values.errors import ConfigError, PeerFailed
 from services.values.rank import Role
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
@@ -84,7 +80,7 @@ STOCK_SYSTEMS = (
     StockSystem("sglang_router_two_workers", 2, 1),
     StockSystem("sglang_router_waiting", 1, 2, waits=True),
 )
-SYSTEMS = ("ours", *(system.name for system in STOCK_SYSTEMS), "dp_aware")
+SYSTEMS = ("ours", *(system.name for system in STOCK_SYSTEMS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,23 +201,6 @@ def _router_client(bench: Bench, router: Router) -> Client:
     return client
 
 
-async def try_dp_aware(bench: Bench, system: StockSglang) -> Row:
-    """Return whether sglang-router can choose the DP rank in P/D mode, or what it says instead."""
-    flags = ("--policy=cache_aware", "--dp-aware", "--disable-retries")
-    try:
-        async with asyncio.timeout(_TIMEOUT_S):
-            async with system.routed(flags, bench.router_path, "dp_aware") as router:
-                (turn,) = warm_up(bench.load, 1)
-                try:
-                    async for _ in _router_client(bench, router)(turn):
-                        pass
-                except PeerFailed as error:
-                    return {"works": False, "error": f"{error}; its log: {router.last_errors()}"}
-    except (ConfigError, TimeoutError) as error:
-        return {"works": False, "error": str(error) or repr(error)}
-    return {"works": True, "error": ""}
-
-
 async def run_round(bench: Bench, systems: Sequence[str], backwards: bool) -> dict[str, Row]:
     """The row of every system, and of every policy of it: SYSTEM/POLICY."""
     measured: dict[str, Measured] = {}
@@ -261,10 +240,6 @@ async def run(bench: Bench, systems: Sequence[str], repeat: int) -> dict[str, ob
         folder = bench.folder / f"round-{number}"
         folder.mkdir()
         rounds.append(await run_round(replace(bench, folder=folder), systems, backwards=number % 2 == 1))
-    if "dp_aware" in systems:
-        async with StockSglang(bench.stock_settings(2), 1, bench.folder / "dp_aware") as system:
-            report["dp_aware"] = await try_dp_aware(bench, system)
-        print(f"dp_aware: {json.dumps(report['dp_aware'])}", flush=True)
     rows = {name: medians([one[name] for one in rounds]) for name in rounds[0]}
     report |= nested(rows)
     if "ours" in rows:
@@ -279,10 +254,7 @@ async def run(bench: Bench, systems: Sequence[str], repeat: int) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the report to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=4, help="turns that run at once")

@@ -7,7 +7,6 @@ Everything runs in process groups of its own, which end with us.
 import asyncio
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -217,11 +216,6 @@ class Router:
         except aiohttp.ClientError:
             return False
         return len([w for w in workers if w["is_healthy"]]) >= 1 + len(self._system.decodes)
-
-    def last_errors(self) -> str:
-        """Return what its log says went wrong, without colours and places in the code."""
-        lines = re.sub(r"\x1b\[[0-9;]*m", "", self._log_path.read_text(errors="replace")).splitlines()
-        return " | ".join(line.split(".rs:")[-1] for line in lines if " ERROR " in line)
 
     def rid(self, turn: Turn) -> str:
         return f"{self._name}-{turn.name}-{turn.attempts}"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.report import Row
+from bench.report import Row, number, percentile
 from bench.sglang_load import Turn
 
 PAGE_SIZE = 16  # tokens
@@ -74,12 +74,6 @@ def summary(measured: Measured) -> Row:
     }
 
 
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all do not exceed."""
-    ordered = sorted(samples)
-    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
-
-
 def differing(ours: Sequence[Turn], others: Sequence[Turn]) -> int:
     """Turns whose greedy answer is another one."""
     answers = {turn.name: turn.token_ids for turn in ours}
@@ -90,18 +84,18 @@ def differing(ours: Sequence[Turn], others: Sequence[Turn]) -> int:
 
 
 def medians(rounds: Sequence[Row]) -> Row:
-    return {name: median(_number(row[name]) for row in rounds) for name in rounds[0]}
+    return {name: median(number(row[name]) for row in rounds) for name in rounds[0]}
 
 
 def ranges(rounds: Sequence[Row]) -> Row:
     """The lowest and the highest of each figure that was not the same in all rounds."""
-    pairs = {name: [f([_number(row[name]) for row in rounds]) for f in (min, max)] for name in rounds[0]}
+    pairs = {name: [f([number(row[name]) for row in rounds]) for f in (min, max)] for name in rounds[0]}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def ratios(ours: Row, theirs: Row) -> Row:
     """Ours divided by theirs; nothing where theirs is 0."""
-    pairs = {name: (_number(ours[name]), _number(theirs[name])) for name in _COMPARED}
+    pairs = {name: (number(ours[name]), number(theirs[name])) for name in _COMPARED}
     return {name: mine / other for name, (mine, other) in pairs.items() if other}
 
 
@@ -122,8 +116,3 @@ def nested(rows: Mapping[str, Row]) -> Row:
 def table_rows(rows: Mapping[str, Row]) -> list[Row]:
     """One per system, for a person."""
     return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in rows.items()]
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)

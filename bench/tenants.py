@@ -15,16 +15,14 @@ whose steps take 10 ms and 0.1 ms for each prompt token. All sides get the same 
     weights    two tenants of weights 4 and 1 that always want more
 """
 
-import argparse
 import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, table, verdict, write_json
 from services.engine.fake import VOCAB_SIZE, FakeRunner, FakeSpeed
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
@@ -226,8 +224,7 @@ def _until_s(shape: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS))
     arguments = parser.parse_args()

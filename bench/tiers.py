@@ -46,7 +46,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from bench.checkpoint import Size, checkpoint
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, table, verdict, write_json
 from cluster.harness import FakeCluster
 from services.engine.choose import decode_engine
 from services.engine.engine_config import EngineConfig
@@ -422,9 +422,7 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--turns", type=int, default=2)
@@ -436,7 +434,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smoke test, whose ratios say nothing")
     parser.add_argument("--checkpoint", type=Path, help="one that bench.checkpoint wrote")
     parser.add_argument("--directory", type=Path, help="where the tier's file is to be")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     rows = asyncio.run(run(arguments))

@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ import torch
 
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, spread, table, write_json
+from bench.report import Row, parser_of, spread, table, write_json
 from services.engine.torch.pools import PageReader, page_reader
 from services.kv.page_allocator import PageAllocator
 from services.kv.page_digest import digest_of
@@ -187,27 +186,6 @@ def delta_of(kind: str, num_pages: int, pool_pages: int, rng: random.Random) -> 
     return Delta(*(side.allocate(num_pages) for side in sides))
 
 
-def made_up(num_pages: int, pool_pages: int, run_length: float, rng: random.Random) -> Delta:
-    """Both sides in runs of geometric length with that mean, in any order of the pool's."""
-
-    def side() -> list[PageId]:
-        lengths: list[int] = []
-        while (left := num_pages - sum(lengths)) > 0:
-            length = 1
-            while rng.random() > 1 / run_length:
-                length += 1
-            lengths.append(min(length, left))
-        gaps = sorted(rng.choices(range(pool_pages - num_pages + 1), k=len(lengths)))
-        runs, used = [], 0
-        for gap, length in zip(gaps, lengths, strict=True):
-            runs.append(range(gap + used, gap + used + length))
-            used += length
-        rng.shuffle(runs)
-        return [PageId(page) for run in runs for page in run]
-
-    return Delta(side(), side())
-
-
 class Took(NamedTuple):
     seconds: float
     cpu_s: float  # of all threads of this process
@@ -276,37 +254,6 @@ def digest(read_pages: PageReader, delta: Delta) -> None:
         digest_of(content)
 
 
-def run_made_up(run_length: float, seed: int, total_bytes: int = 64 * MIB, rounds: int = 9) -> list[Row]:
-    """Run as `run` does, for pages drawn in runs of that mean length, beside those of fresh pools."""
-    pool_bytes = 3 * total_bytes
-    pool = Pool(pool_bytes, 1, CPU)
-    rows: list[Row] = []
-    with other_process(pool_bytes, CPU) as remote:
-        raw = RawNixl(pool, remote, total_bytes)
-        for _ in range(5):
-            raw.write()
-        for page_bytes in PAGE_BYTES:
-            transport = NixlTransport("bench", _WRITES)
-            transport.register([pool.memory(page_bytes)], [page_bytes])
-            peer = transport.add_peer(remote.metadata, [pool.memory(page_bytes, remote.address)])
-            num_pages, pool_pages, rng = (
-                total_bytes // page_bytes,
-                pool_bytes // page_bytes,
-                random.Random(seed),
-            )
-            fresh = delta_of("fresh", num_pages, pool_pages, rng)
-            for kind, delta in (
-                ("fresh", fresh),
-                ("made up", made_up(num_pages, pool_pages, run_length, rng)),
-            ):
-                ours = partial(delta.write, transport, peer, page_bytes)
-                row = {"page_bytes": page_bytes, "pool": kind, "descriptors": ours()}
-                seconds(ours), seconds(raw.write)
-                rows.append(row | _rates(total_bytes, measure(ours, raw.write, rounds)))
-            transport.close()
-    return rows
-
-
 def _rates(total_bytes: int, pairs: list[tuple[Took, Took]]) -> Row:
     """The ratios are taken within each pair: on a shared machine the rates change from second to second."""
     ours_s, raw_s = [ours.seconds for ours, _ in pairs], [raw.seconds for _, raw in pairs]
@@ -323,10 +270,7 @@ def _rates(total_bytes: int, pairs: list[tuple[Took, Took]]) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--total-mib", type=int, default=256, help="bytes moved in one measurement")
     parser.add_argument("--pool-mib", type=int, default=768, help="bytes of the pool in each process")
     parser.add_argument("--rounds", type=int, default=9)

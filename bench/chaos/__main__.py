@@ -19,7 +19,6 @@ pages alone, and when all was told to stop nothing of a rank is left in etcd, no
 The schedule and what is asked for follow from the seed; what meets what does not.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
@@ -29,14 +28,11 @@ from pathlib import Path
 from bench.chaos.run import Settings, judged_run
 from bench.chaos.verdict import errors_by_status, faults_by_kind, longest_waits, summary, verdicts, waits
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, write_json
+from bench.report import Row, parser_of, table, write_json
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--log", type=Path, help="keep the services' log lines, and the faults, in this file")
     parser.add_argument("--minutes", type=float, default=5.0, help="of load and faults")
     parser.add_argument("--seed", type=int, default=1)

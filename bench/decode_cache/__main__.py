@@ -17,9 +17,7 @@ Prefill computes every prompt (plan remote), as in the runs that this follows; b
 routers use decides who computes a tail (services/router/placement/decision.py).
 
 The runs that this follows had machines of their own for prefill. Here both ranks have one processor, so the
-side that answers more also has more computed beside it. `--prefill-cached` takes that out of the comparison:
-each prefill rank has computed every prompt before the round begins, and computes one page of it again. Decode
-ranks have seen none of them.
+side that answers more also has more computed beside it.
 """
 
 import argparse
@@ -27,19 +25,19 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bench.checkpoint import Size, checkpoint
 from bench.decode_cache import workload as workloads
 from bench.decode_cache.load import Run, drive
-from bench.decode_cache.ranks import DecodeSide, Primer, RankSettings, open_primer, open_side
+from bench.decode_cache.ranks import DecodeSide, RankSettings, open_side
 from bench.decode_cache.summary import figures, ratios, verdicts, worst
 from bench.decode_cache.workload import Workload
 from bench.device import CPU, device_named
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, write_json
+from bench.report import Row, parser_of, table, write_json
 from services.values.rank import Plan
 
 SIDES = ("off", "on")
@@ -81,7 +79,6 @@ async def measure(
     seed: int,
     *,
     quick: bool,
-    prefill_cached: bool,
     chosen: Sequence[str] = SIDES,
 ) -> dict[str, dict[str, list[Run]]]:
     """The runs of each side that is chosen, by cell."""
@@ -91,26 +88,18 @@ async def measure(
             name: await stack.enter_async_context(open_side(settings, decode_cache=name == "on"))
             for name in chosen
         }
-        primer = await stack.enter_async_context(_primer(settings, cells, seed)) if prefill_cached else None
         for side in sides.values():  # the first steps are slow: caches, kernels, the connection
             for plan in Plan:
                 await drive(side, workloads.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             for cell in cells:
                 for name in chosen if round_ % 2 == 0 else reversed(chosen):
-                    runs[cell.name][name].append(await _run(sides[name], cell, round_, seed, primer))
+                    runs[cell.name][name].append(await _run(sides[name], cell, round_, seed))
     return runs
 
 
-def _primer(settings: RankSettings, cells: Sequence[Cell], seed: int) -> AbstractAsyncContextManager[Primer]:
-    longest = max(c.num_tokens for cell in cells for c in cell.make(seed).conversations)
-    return open_primer(settings, 2 * -(-longest // settings.page_size))
-
-
-async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int, primer: Primer | None) -> Run:
+async def _run(side: DecodeSide, cell: Cell, round_: int, seed: int) -> Run:
     workload = cell.make(seed + round_)
-    if primer is not None:
-        await primer.compute(side.peer, (c.questions[0] for c in workload.conversations))
     return await drive(side, workloads.renamed(workload, f"@{round_}"), seed + round_)
 
 
@@ -139,10 +128,7 @@ def model_size(arguments: argparse.Namespace) -> Size:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--workload", choices=("shared", "groups", "turns", "idle"), required=True)
     parser.add_argument("--rounds", type=int, help="of each side; default 2, idle 12")
     parser.add_argument("--quick", action="store_true", help="a smoke test: tiny model, few requests")
@@ -151,9 +137,6 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads of each rank")
     parser.add_argument("--itl-target-ms", type=float, help="of the decode ranks, as in isthmus-decode")
-    parser.add_argument(
-        "--prefill-cached", action="store_true", help="prefill has computed the prompts before; not for turns"
-    )
     parser.add_argument(
         "--speculation",
         choices=("off", "lookup", "tree"),
@@ -176,8 +159,6 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("nixl").setLevel(logging.WARNING)
-    if arguments.prefill_cached and arguments.workload == "turns":
-        parser.error("--prefill-cached: the prompts of later turns hold answers that are not known before")
     page_size = 16 if arguments.quick else arguments.page_size
     chosen = cells(arguments.workload, arguments.quick)
     rounds = arguments.rounds or (1 if arguments.quick else 12 if arguments.workload == "idle" else 2)
@@ -208,7 +189,6 @@ def main() -> None:
                 rounds,
                 arguments.seed,
                 quick=arguments.quick,
-                prefill_cached=arguments.prefill_cached,
                 chosen=arguments.sides,
             )
         )

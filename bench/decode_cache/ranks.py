@@ -22,7 +22,6 @@ from typing import Literal
 import grpc
 from prometheus_client import CollectorRegistry
 
-from bench.decode_cache.workload import TokenIds
 from services.decode.prefill_leg import PrefillChannels, PrefillLeg
 from services.engine.base import DecodeEngine
 from services.engine.choose import decode_engine, prefill_engine
@@ -41,7 +40,7 @@ from services.router.ranks.balance import Balance
 from services.values.kv import BlockHash, KvLayout
 from services.values.rank import Generation, Plan, RankAddress, RankId
 from services.values.rank_reports import RankLoad
-from services.values.request import Admitted, GenerationRequest, Output, SamplingParams
+from services.values.request import Admitted, GenerationRequest, Output
 from services.wire.isthmus.v1 import handshake_pb2_grpc, prefill_pb2_grpc
 
 _MODEL_NAME = "bench"
@@ -119,11 +118,6 @@ class DecodeSide:
         self._planner = planner
 
     @property
-    def peer(self) -> RankAddress:
-        """Its prefill rank."""
-        return self._peer
-
-    @property
     def layout(self) -> KvLayout:
         return self._engine.layout
 
@@ -141,26 +135,6 @@ class DecodeSide:
                     yield output
         finally:
             self._planner.ended(request.request_id)
-
-
-class Primer:
-    """A decode rank that keeps nothing, through which prefill ranks compute prompts ahead. Made by
-    `open_primer`."""
-
-    def __init__(self, engine: DecodeEngine, channels: PrefillChannels) -> None:
-        self._engine = engine
-        self._channels = channels
-
-    async def compute(self, peer: RankAddress, prompts: Iterable[TokenIds]) -> None:
-        """One after the other. The prefill rank's cache holds their whole pages from then on."""
-        sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        for prompt in prompts:
-            request = GenerationRequest(f"primer-{secrets.token_hex(8)}", prompt, sampling)
-            async with aclosing(
-                self._engine.generate(request, PrefillLeg(self._channels, peer, None, ""))
-            ) as outputs:
-                async for _ in outputs:
-                    pass
 
 
 class Planner:
@@ -276,19 +250,6 @@ async def open_side(settings: RankSettings, *, decode_cache: bool) -> AsyncItera
         stack.push_async_callback(channels.close)
         stack.push_async_callback(engine.stop)
         yield DecodeSide(engine, peer, channels, planner)
-
-
-@asynccontextmanager
-async def open_primer(settings: RankSettings, num_pages: int) -> AsyncIterator[Primer]:
-    """`num_pages` hold one request."""
-    decode_id = RankId("primer", 0, Generation(secrets.randbits(64)))
-    engine = decode_engine(settings.engine(num_pages, cache_enabled=False), decode_id)
-    async with AsyncExitStack() as stack:
-        await engine.start()
-        channels = PrefillChannels(None)
-        stack.push_async_callback(channels.close)
-        stack.push_async_callback(engine.stop)
-        yield Primer(engine, channels)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from bench.decode_cache.load import Run
-from bench.report import Row, verdict
+from bench.report import Row, number, percentile, verdict
 
 # Of each ratio: above 1 (off/on) or below 1 (on/off) is better for the cache.
 _OFF_OVER_ON = ("ttft_p50", "ttft_p99", "kv_bytes_moved")
@@ -34,12 +34,6 @@ GOALS: dict[str, tuple[tuple[str, str, float], ...]] = {
     "turns": (("ttft_p50_ratio", ">=", 2.0), ("throughput_ratio", ">=", 1.1), ("itl_p50_ratio", "<=", 1.15)),
     "idle": (("ttft_p50_ratio", ">=", 1 / 1.02), ("itl_p50_ratio", "<=", 1.02)),
 }
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that `share` of all samples do not exceed."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def figures(runs: Sequence[Run]) -> Row:
@@ -74,7 +68,7 @@ def ratios(on: Row, off: Row) -> Row:
     """Return the ratios: off/on for TTFT and bytes, on/off for the others."""
     row: Row = {f"{name}_ratio": _over(off[name], on[name]) for name in _OFF_OVER_ON}
     row |= {f"{name}_ratio": _over(on[name], off[name]) for name in _ON_OVER_OFF}
-    row["rejected"] = _number(on["rejected"]) + _number(off["rejected"])
+    row["rejected"] = number(on["rejected"]) + number(off["rejected"])
     for name in _OF_A_SIDE:
         row |= {f"{name}_on": on[name], f"{name}_off": off[name]}
     return row
@@ -83,16 +77,16 @@ def ratios(on: Row, off: Row) -> Row:
 def worst(rows: Sequence[Row]) -> Row:
     """Return of each ratio over several cells (idle) the one that is worst for the cache; rejections
     together."""
-    row: Row = {f"{name}_ratio": min(_number(r[f"{name}_ratio"]) for r in rows) for name in _OFF_OVER_ON}
-    row["throughput_ratio"] = min(_number(r["throughput_ratio"]) for r in rows)
+    row: Row = {f"{name}_ratio": min(number(r[f"{name}_ratio"]) for r in rows) for name in _OFF_OVER_ON}
+    row["throughput_ratio"] = min(number(r["throughput_ratio"]) for r in rows)
     row |= {
-        f"{name}_ratio": max(_number(r[f"{name}_ratio"]) for r in rows)
+        f"{name}_ratio": max(number(r[f"{name}_ratio"]) for r in rows)
         for name in _ON_OVER_OFF
         if name != "throughput"
     }
-    row["rejected"] = sum(_number(r["rejected"]) for r in rows)
+    row["rejected"] = sum(number(r["rejected"]) for r in rows)
     for name in _OF_A_SIDE:
-        row |= {key: max(_number(r[key]) for r in rows) for key in (f"{name}_on", f"{name}_off")}
+        row |= {key: max(number(r[key]) for r in rows) for key in (f"{name}_on", f"{name}_off")}
     return row
 
 
@@ -129,12 +123,7 @@ def _gaps_s(run: Run) -> list[float]:
 
 def _over(numerator: object, denominator: object) -> float:
     """1 where both are 0."""
-    top, bottom = _number(numerator), _number(denominator)
+    top, bottom = number(numerator), number(denominator)
     if bottom == 0:
         return 1.0 if top == 0 else math.inf
     return top / bottom
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)

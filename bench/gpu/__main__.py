@@ -36,7 +36,7 @@ from bench.gpu import host, wheels
 from bench.gpu.outcomes import AGAIN, CONTINUES, TABLES_FOLLOW, headlines, tables_of
 from bench.gpu.parts import ROOT, Part, model_command, parts
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table
+from bench.report import Row, parser_of, table
 
 LIMIT_S = 565.0  # of all parts together: in all it is less than ten minutes
 TAIL_LINES = 25
@@ -221,9 +221,8 @@ def figures_of(folder: Path, chosen: Sequence[Part]) -> dict[str, object]:
 
 
 def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
+    parser.prog = "make gpu"
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what the host lacks")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: a rehearsal")
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts, by their names")
@@ -232,7 +231,6 @@ def arguments_of(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--together", type=int, default=1, help="so many tests at a time; benchmarks alone")
     parser.add_argument("--incomplete", action="store_true", help="go on where packages are missing")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help=f"of all parts ({LIMIT_S:.0f})")
-    parser.add_argument("--json", type=Path, help="write all outcomes and figures to this file")
     parser.add_argument("--figures", type=Path, help="each part writes its own here, as it goes")
     arguments = parser.parse_args(argv)
     if arguments.wheels is not None and not arguments.wheels.is_dir():

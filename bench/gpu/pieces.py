@@ -11,9 +11,7 @@
 What matters most for a step comes first.
 """
 
-import argparse
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -26,7 +24,7 @@ from bench.gpu.products import ROWS, copy_row, product_rows
 from bench.gpu.sweep import FLOAT8_GRID, GRID, OWN, Heads, best_constants, best_of, sweep_rows
 from bench.gpu.tier_copies import tier_rows
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row
+from bench.report import Row, parser_of
 
 SAMPLING_ROUNDS = 7
 
@@ -73,10 +71,7 @@ def told(rows: list[Row], num_best: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write outcomes and tables to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--cells", nargs="+", help="these, by their names; default: all")
     parser.add_argument("--num-threads", type=int, default=4)

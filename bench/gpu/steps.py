@@ -15,7 +15,6 @@ The sides take turns step by step, for ratios, and then each goes some steps alo
 left out, with the end of its traceback.
 """
 
-import argparse
 import gc
 import inspect
 import random
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -51,7 +49,7 @@ from bench.gpu.loop import Loop, flash, merged, paged
 from bench.gpu.model import random_model, runner_on, size_on
 from bench.gpu.static_peer import StaticTransformers
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, spread
+from bench.report import Row, parser_of, spread
 from services.engine.paged.model_runner import Chunk
 from services.engine.torch.attention.paged_kv import PagedKv
 from services.engine.torch.runner import TorchRunner
@@ -371,10 +369,7 @@ def _prompt_row(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write outcomes and tables to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--cells", nargs="+", default=SECTIONS, help="those that begin so")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="default: all that the runner knows")

@@ -1,7 +1,7 @@
 """This benchmark measures what decode's hits by attention alone are worth where layers have windows or
 states, and what those weigh.
 
-    python -m bench.hybrid --json FILE [--engine fake|torch] [--quick] [--only "window of 128 documents"]
+    python -m bench.hybrid --json FILE [--quick] [--only "window of 128 documents"]
 
 Until now the least of all groups decided what a decode rank had of a prompt; a recurrent group, whose
 state comes by wire, had nothing: hits of 0 (vllm 42524). Here decode matches attention's pages, and
@@ -20,30 +20,26 @@ chunks of a step take of windows.
 
 Engine fake computes exact tokens from real pages, windows and states, moves them over the transport, and
 sleeps for as long as --step-ms and --prompt-token-us say: a step takes as long for many sequences as for one,
-as on a GPU that waits for its memory, and ranks do not compete for this machine's cores. Engine torch runs
-checkpoints of `isthmus make-model`, where all ranks share the cores; so there prefill has computed the
-documents before (as with bench.decode_cache --prefill-cached). What is replayed is left to engine fake.
+as on a GPU that waits for its memory, and ranks do not compete for this machine's cores.
 """
 
 import argparse
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.decode_cache.ranks import RankSettings
 from bench.decode_cache.workload import Workload
 from bench.hybrid.measure import Case, Measured, measure
 from bench.hybrid.memory import Division, Memory, shape_of
-from bench.hybrid.models import MADE, Model, fake_hybrid, fake_windowed, made
+from bench.hybrid.models import Model, fake_hybrid, fake_windowed
 from bench.hybrid.on_books import computed_rows, hit_row, pages_for
 from bench.hybrid.summary import shortage_row, side_rows, verdicts
 from bench.hybrid.workload import GROUPS_AT_ONCE, conversations, documents, mixed
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, write_json
+from bench.report import Row, parser_of, table, write_json
 
 # In tokens of their attention: Qwen3.5 of 9B has 1,584, Qwen3.5-35B-A3B 3,168; Falcon-H1's defaults 259.
 _STATES = (100, 450, 1584, 3168)
@@ -95,57 +91,41 @@ def replayed(models: Sequence[Model], load: Load, seed: int) -> tuple[list[Row],
     return hits, computed
 
 
-def cases_of(models: Sequence[Model], load: Load, in_torch: bool) -> list[Case]:
-    """Engine torch takes a minute to start those of one case where the machine is busy."""
+def cases_of(models: Sequence[Model], load: Load) -> list[Case]:
     if load.quick:
-        return [load.short(models[0])] if in_torch else [load.ample(models[0]), load.short(models[1])]
-    return [*map(load.ample, models[: 1 if in_torch else 2]), *map(load.short, models)]
+        return [load.ample(models[0]), load.short(models[1])]
+    return [*map(load.ample, models[:2]), *map(load.short, models)]
 
 
-@contextmanager
-def models_of(arguments: argparse.Namespace) -> Iterator[list[Model]]:
-    """A hybrid, a windowed one, and hybrids with more state."""
-    windowed = fake_windowed(_WINDOW, arguments.page_size)
-    if arguments.engine == "fake":
-        first, *others = (fake_hybrid(tokens) for tokens in arguments.states)
-        yield [first, windowed, *others]
-        return
-    with ExitStack() as stack:
-        yield [stack.enter_context(made(wanted, arguments.page_size)) for wanted in MADE]
+def models_of(arguments: argparse.Namespace) -> list[Model]:
+    """Return a hybrid, a windowed one, and hybrids with more state."""
+    first, *others = (fake_hybrid(tokens) for tokens in arguments.states)
+    return [first, fake_windowed(_WINDOW, arguments.page_size), *others]
 
 
 async def driven(
     cases: Sequence[Case], settings: RankSettings, arguments: argparse.Namespace
 ) -> list[Measured]:
     """One after the other, so that none waits for another's steps."""
-    in_torch = arguments.engine == "torch"
     return [
-        await measure(
-            case,
-            settings,
-            arguments.rounds,
-            arguments.seed,
-            quick=arguments.quick,
-            prefill_cached=in_torch and case.has_one_turn,
-        )
+        await measure(case, settings, arguments.rounds, arguments.seed, quick=arguments.quick)
         for case in cases
     ]
 
 
 def rank_settings(arguments: argparse.Namespace) -> RankSettings:
-    is_fake = arguments.engine == "fake"
     return RankSettings(
         model_path="",
         decode_pages=1,
-        prefill_pages=max(4096, 64 * arguments.context // arguments.page_size // (1 if is_fake else 4)),
+        prefill_pages=max(4096, 64 * arguments.context // arguments.page_size),
         page_size=arguments.page_size,
         chunk_size=arguments.chunk_size,
         max_running_requests=_MAX_RUNNING,
         num_threads=1,
         transport=arguments.transport,
-        engine_name=arguments.engine,
-        fake_step_s=arguments.step_ms / 1e3 if is_fake else 0.0,
-        fake_prompt_token_s=arguments.prompt_token_us / 1e6 if is_fake else 0.0,
+        engine_name="fake",
+        fake_step_s=arguments.step_ms / 1e3,
+        fake_prompt_token_s=arguments.prompt_token_us / 1e6,
     )
 
 
@@ -155,18 +135,16 @@ def main() -> None:
     logging.getLogger("nixl").setLevel(logging.WARNING)
     load_at_start = os.getloadavg()[0]
     load = Load(arguments.context, arguments.page_size, arguments.chunk_size, arguments.quick)
-    in_torch = arguments.engine == "torch"
-    with models_of(arguments) as models:
-        cases = [case for case in cases_of(models, load, in_torch) if arguments.only in _name(case)]
-        if not cases:
-            raise SystemExit(f"nothing has {arguments.only!r}")
-        replays = not in_torch and not arguments.only
-        hits, computed = replayed(models[:2], load, arguments.seed) if replays else ([], [])
-        measured = asyncio.run(driven(cases, rank_settings(arguments), arguments))
+    models = models_of(arguments)
+    cases = [case for case in cases_of(models, load) if arguments.only in _name(case)]
+    if not cases:
+        raise SystemExit(f"nothing has {arguments.only!r}")
+    hits, computed = ([], []) if arguments.only else replayed(models[:2], load, arguments.seed)
+    measured = asyncio.run(driven(cases, rank_settings(arguments), arguments))
     sides = [row for each in measured for row in side_rows(each)]
     shortage = [shortage_row(each) for each in measured if each.case.has_one_turn]
     goals = verdicts(sides, shortage, hits, computed)
-    print(f"engine {arguments.engine}; load average at the start {load_at_start:.1f}")
+    print(f"load average at the start {load_at_start:.1f}")
     parts = {"hits": hits, "computed": computed, "sides": sides, "shortage": shortage, "goals": goals}
     for name, rows in parts.items():
         if rows:
@@ -181,30 +159,23 @@ def _name(case: Case) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--engine", choices=("fake", "torch"), default="fake")
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few and short requests")
     parser.add_argument(
         "--only", default="", help="time what has this in 'MODEL WORKLOAD' alone, and replay nothing"
     )
     parser.add_argument("--rounds", type=int, default=1, help="of each side, on requests of their own")
-    parser.add_argument("--context", type=int, help="tokens of a document; default 8192, torch 4096")
-    parser.add_argument(
-        "--states", type=int, nargs="+", help="engine fake: what states weigh, in tokens of their attention"
-    )
-    parser.add_argument("--step-ms", type=float, help="engine fake: default 15")
-    parser.add_argument("--prompt-token-us", type=float, default=5.0, help="engine fake")
+    parser.add_argument("--context", type=int, help="tokens of a document; default 8192")
+    parser.add_argument("--states", type=int, nargs="+", help="their weights, in tokens of their attention")
+    parser.add_argument("--step-ms", type=float, help="default 15")
+    parser.add_argument("--prompt-token-us", type=float, default=5.0)
     parser.add_argument("--page-size", type=int, default=64)
-    parser.add_argument("--chunk-size", type=int, help="default 512, torch 256")
+    parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--transport", default="local")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     quick = arguments.quick
-    arguments.context = arguments.context or (512 if quick else 8192 if arguments.engine == "fake" else 4096)
-    arguments.chunk_size = arguments.chunk_size or (512 if arguments.engine == "fake" else 256)
+    arguments.context = arguments.context or (512 if quick else 8192)
     arguments.states = arguments.states or (_STATES[:1] if quick else _STATES)
     arguments.step_ms = arguments.step_ms or (1.0 if quick else 15.0)
     return arguments

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bench.decode_cache import workload as workloads
 from bench.decode_cache.load import Run, drive
-from bench.decode_cache.ranks import DecodeSide, RankSettings, open_primer, open_side
+from bench.decode_cache.ranks import DecodeSide, RankSettings, open_side
 from bench.decode_cache.workload import Workload
 from bench.hybrid.memory import Division
 from bench.hybrid.models import Model
@@ -42,34 +42,20 @@ class Measured:
     runs: dict[str, list[Run]]
 
 
-async def measure(
-    case: Case, settings: RankSettings, rounds: int, seed: int, *, quick: bool, prefill_cached: bool = False
-) -> Measured:
-    """The decode rank's pools are the case's, not those of `settings`.
-
-    With `prefill_cached` prefill has computed the prompts before each round.
-    """
+async def measure(case: Case, settings: RankSettings, rounds: int, seed: int, *, quick: bool) -> Measured:
+    """The decode rank's pools are the case's, not those of `settings`."""
     runs: dict[str, list[Run]] = {LEAST: [], PER_GROUP: []}
     async with AsyncExitStack() as stack:
         sides: dict[str, DecodeSide] = {}
         for name, division in ((LEAST, case.least), (PER_GROUP, case.per_group)):
             of_side = _divided(settings, division, case.model)
             sides[name] = await stack.enter_async_context(open_side(of_side, decode_cache=name == PER_GROUP))
-        primer = None
-        if prefill_cached:
-            longest = max(c.num_tokens for c in case.make(seed).conversations)
-            pages = 2 * -(-longest // settings.page_size)
-            primer = await stack.enter_async_context(
-                open_primer(_divided(settings, case.per_group, case.model), pages)
-            )
         for side in sides.values():
             for plan in Plan:
                 await drive(side, workloads.warm_up(seed, plan, quick), seed)
         for round_ in range(rounds):
             workload = case.make(seed + round_)
             for name in runs if round_ % 2 == 0 else reversed(runs):
-                if primer is not None:
-                    await primer.compute(sides[name].peer, (c.questions[0] for c in workload.conversations))
                 run = await drive(sides[name], workloads.renamed(workload, f"@{round_}"), seed + round_)
                 runs[name].append(run)
         return Measured(case, sides[PER_GROUP].layout, runs)
@@ -78,7 +64,6 @@ async def measure(
 def _divided(settings: RankSettings, division: Division, model: Model) -> RankSettings:
     return replace(
         settings,
-        model_path=model.path,
         fake_carried=model.fake_carried,
         decode_pages=division.num_pages,
         decode_slots=division.num_slots,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from bench.decode_cache.load import Run
 from bench.decode_cache.summary import figures, ratios
 from bench.hybrid.measure import LEAST, PER_GROUP, Measured
-from bench.report import Row, verdict
+from bench.report import Row, number, verdict
 from services.kv.tails import carried_bytes
 from services.values.kv import KvLayout
 from services.values.rank import Plan
@@ -87,7 +87,7 @@ def _carried_tokens(measured: Measured) -> int:
 def verdicts(
     sides: Sequence[Row], shortage: Sequence[Row], hits: Sequence[Row], computed: Sequence[Row]
 ) -> list[Row]:
-    light = [row for row in shortage if _number(row["carried_tokens"]) < _LIGHT_TOKENS]
+    light = [row for row in shortage if number(row["carried_tokens"]) < _LIGHT_TOKENS]
     enough = [row for row in computed if row["enough"]]
     goals = (
         ("decode hits, of attention alone", ">=", 0.98, _least(hits, "of_attention")),
@@ -101,13 +101,8 @@ def verdicts(
 
 
 def _least(rows: Iterable[Row], name: str) -> float | None:
-    return min((_number(row[name]) for row in rows), default=None)
+    return min((number(row[name]) for row in rows), default=None)
 
 
 def _most(rows: Iterable[Row], name: str) -> float | None:
-    return max((_number(row[name]) for row in rows), default=None)
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
+    return max((number(row[name]) for row in rows), default=None)

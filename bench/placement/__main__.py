@@ -14,12 +14,7 @@ Of a trace a page is one block. "ours" (for its pins) and "sticky" are given con
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
 "everywhere" is a bound: sessions on ranks that do both, each of which is taken to hold whatever is asked for.
 "ours-alone" lets no rank pull from another; the oracle does not either.
-"ours-held" takes ranks of a model with recurrent layers (workloads "hybrid-...") to go on wherever they hold.
-The workload "shared" is one long prefix in all prompts; "spread" is the trace without its clock, which ticks
-every three seconds, so that ten requests come at once. Of 200+800 ranks, which get 25 times the load for five
-minutes, neither is replayed unless asked for: the clocks of its 25 copies tick 8 times a second anyway, and a
-thousand ranks do not feel one shared prefix. Who reads no index is replayed once for all settings that differ
-in its staleness alone.
+The 200+800 ranks get 25 copies of the trace at once, for five minutes.
 """
 
 import argparse
@@ -34,19 +29,15 @@ from bench.placement import cells
 from bench.placement.figures import counts_of, goals_of, means_of, ratios, verdicts
 from bench.placement.generators import WORKLOADS
 from bench.placement.goals import PooledHits, goals
-from bench.placement.settings import (
-    LAYOUTS,
-    SHARED_DURATION_S,
-    SHARED_REQUESTS_PER_S,
-    VARIATIONS,
-    settings,
-)
-from bench.placement.simulation import ONE_PLAN, POLICIES, READ_INDEX, Simulation
-from bench.placement.workload import pooled_lru_hits, read_trace, shared_prefix, spread
-from bench.report import Row, table, write_json
+from bench.placement.simulation import ONE_PLAN, POLICIES, Simulation
+from bench.placement.workload import pooled_lru_hits, read_trace
+from bench.report import Row, parser_of, table, write_json
 from services.router.replay.ranks import Timing
 from services.router.replay.setting import Setting
-from services.router.replay.workload import TraceRequest
+
+_LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "8+64": (8, 64), "200+800": (200, 800)}
+# A thousand ranks get 25 times the requests, for five minutes.
+_LARGE, _LARGE_COPIES, _LARGE_DURATION_S = "200+800", 25, 300.0
 
 
 def main() -> None:
@@ -90,9 +81,8 @@ def _contend(arguments: argparse.Namespace) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> None:
-    arguments.layouts = arguments.layouts or LAYOUTS
     arguments.policies = arguments.policies or POLICIES
-    chosen = list(settings(arguments.layouts, arguments.variations, duration_s=arguments.duration_s))
+    chosen = [_setting(layout, arguments.duration_s) for layout in arguments.layouts or _LAYOUTS]
     rows = _rows(arguments.trace, chosen, arguments.policies, arguments.processes)
     print(table(rows))
     met = goals(rows, _pooled_hits(arguments.trace, chosen))
@@ -103,26 +93,28 @@ def _replay(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, "placement", constants, rows)
 
 
+def _setting(layout: str, duration_s: float | None) -> Setting:
+    prefill, decode = _LAYOUTS[layout]
+    if layout != _LARGE:
+        return Setting(prefill, decode, duration_s=duration_s)
+    shorter_s = min(duration_s or _LARGE_DURATION_S, _LARGE_DURATION_S)
+    return Setting(prefill, decode, copies=_LARGE_COPIES, duration_s=shorter_s)
+
+
 def _rows(trace: Path, chosen: Sequence[Setting], policies: Sequence[str], processes: int) -> list[Row]:
     """One of each setting and policy; printed as they come."""
-    wanted = [(setting, policy) for setting in chosen for policy in policies]
-    wanted = [(setting, policy) for setting, policy in wanted if setting.prefill or policy != "ours-remote"]
-    wanted = [(setting, policy) for setting, policy in wanted if setting.states or policy != "ours-held"]
-    runs = list(dict.fromkeys(_seen(setting, policy) for setting, policy in wanted))
-    rows: dict[tuple[Setting, str], Row] = {}
+    runs = [(setting, policy) for setting in chosen for policy in policies]
+    runs = [(setting, policy) for setting, policy in runs if setting.prefill or policy != "ours-remote"]
+    rows: list[Row] = []
     with ProcessPoolExecutor(processes) as pool:
-        for run, row in zip(runs, pool.map(partial(_run, trace), *zip(*runs, strict=True)), strict=True):
-            rows[run] = row
+        for row in pool.map(partial(_run, trace), *zip(*runs, strict=True)):
+            rows.append(row)
             print(row, flush=True)
-    return [rows[_seen(setting, policy)] | setting.columns() for setting, policy in wanted]
-
-
-def _seen(setting: Setting, policy: str) -> tuple[Setting, str]:
-    return (setting if policy in READ_INDEX else setting.without_index), policy
+    return rows
 
 
 def _run(trace: Path, setting: Setting, policy: str) -> Row:
-    requests = _requests(trace, setting)
+    requests = read_trace(trace, setting.duration_s, setting.copies)
     began = time.perf_counter()
     row = Simulation(setting, policy, requests).run()
     simulated_s = requests[-1].arrival_s - requests[0].arrival_s
@@ -136,31 +128,19 @@ def _run(trace: Path, setting: Setting, policy: str) -> Row:
 
 
 def _pooled_hits(trace: Path, chosen: Sequence[Setting]) -> PooledHits:
-    by_columns = {tuple(setting.columns().values()): setting for setting in chosen}
-
-    def pooled_hits(row: Row, num_ranks: int) -> float:
-        setting = by_columns[tuple(row[name] for name in chosen[0].columns())]
-        return _hits(trace, setting.copies, setting.duration_s, num_ranks * setting.blocks)
+    by_layout = {setting.layout: setting for setting in chosen}
 
     @cache
-    def _hits(trace: Path, copies: int, duration_s: float | None, num_blocks: int) -> float:
-        return pooled_lru_hits(read_trace(trace, duration_s, copies), num_blocks)
+    def hits(layout: str, num_ranks: int) -> float:
+        setting = by_layout[layout]
+        requests = read_trace(trace, setting.duration_s, setting.copies)
+        return pooled_lru_hits(requests, num_ranks * setting.blocks)
 
-    return pooled_hits
-
-
-def _requests(trace: Path, setting: Setting) -> Sequence[TraceRequest]:
-    if setting.workload == "shared":
-        duration_s = min(setting.duration_s or SHARED_DURATION_S, SHARED_DURATION_S)
-        return shared_prefix(SHARED_REQUESTS_PER_S, duration_s)
-    requests = read_trace(trace, setting.duration_s, setting.copies)
-    return spread(requests) if setting.workload == "spread" else requests
+    return lambda row, num_ranks: hits(str(row["layout"]), num_ranks)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON lines as the Mooncake traces have them")
     source.add_argument(
@@ -168,20 +148,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--capacities", action="store_true", help="of workloads: what the oracle can serve")
     parser.add_argument("--quick", action="store_true", help="of workloads: one load, and shorter")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument(
         "--layouts",
-        type=_names_of(dict.fromkeys((*LAYOUTS, *cells.LAYOUTS))),
+        type=_names_of(dict.fromkeys((*_LAYOUTS, *cells.LAYOUTS))),
         help="PREFILL+DECODE, or ranks that do both; default: all that are for a trace, or for workloads",
     )
     known = dict.fromkeys((*POLICIES, *ONE_PLAN, *cells.CELL_POLICIES, "everywhere"))
     parser.add_argument("--policies", type=_names_of(known), help=", ".join(known))
-    parser.add_argument(
-        "--variations",
-        type=_names_of(VARIATIONS),
-        default=(),
-        help=f"of each layout: {', '.join(VARIATIONS)} (default: all but what is left out above)",
-    )
     parser.add_argument("--duration-s", type=float, help="replay only the trace's beginning")
     parser.add_argument("--processes", type=int, default=2)
     return parser

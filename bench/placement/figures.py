@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
 from bench.report import Row, verdict
+from services.router.replay.planner import job_itl_s, job_ttft_s, quantile
 from services.router.replay.ranks import Job
 
 NEW_TOKENS = (1_000, 4_000, 16_000)  # The edges between lengths of new parts.
@@ -42,8 +43,8 @@ def figures_of(jobs: Sequence[Job]) -> Row:
     that its new parts take to compute over the time that its first tokens took. Short prompts have less than
     1,000 new tokens. `alone_mean_s` is the mean TTFT of which none can be lower: all hit, and nothing waits.
     """
-    ttft = sorted(_ttft_s(job) for job in jobs)
-    itl = [_itl_s(job) for job in jobs]
+    ttft = sorted(job_ttft_s(job) for job in jobs)
+    itl = [job_itl_s(job) for job in jobs]
     good = good_share(jobs)
     arrivals = [job.request.arrival_s for job in jobs]
     prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
@@ -52,7 +53,7 @@ def figures_of(jobs: Sequence[Job]) -> Row:
     for job in jobs:
         sums = sessions[job.request.session]
         sums[0] += _alone_s(job)
-        sums[1] += _ttft_s(job)
+        sums[1] += job_ttft_s(job)
     return {
         "ttft_mean_s": fmean(ttft),
         "ttft_p50_s": quantile(ttft, 0.5),
@@ -72,7 +73,7 @@ def figures_of(jobs: Sequence[Job]) -> Row:
 def _by_new_tokens(jobs: Sequence[Job]) -> Row:
     row: Row = {}
     for least, below in zip((0, *NEW_TOKENS), (*NEW_TOKENS, float("inf")), strict=True):
-        ttft = sorted(_ttft_s(job) for job in jobs if least <= job.request.new_tokens < below)
+        ttft = sorted(job_ttft_s(job) for job in jobs if least <= job.request.new_tokens < below)
         name = "short" if not least else f"from_{least}"
         row[f"{name}_ttft_mean_s"] = fmean(ttft) if ttft else None
         row[f"{name}_ttft_p99_s"] = quantile(ttft, 0.99) if ttft else None
@@ -82,7 +83,7 @@ def _by_new_tokens(jobs: Sequence[Job]) -> Row:
 def good_share(jobs: Sequence[Job]) -> float:
     """Return the share of the requests that were served within the targets."""
     good = sum(
-        _ttft_s(job) <= _TTFT_S + _TTFT_TIMES * _alone_s(job) and _itl_s(job) <= _ITL_S for job in jobs
+        job_ttft_s(job) <= _TTFT_S + _TTFT_TIMES * _alone_s(job) and job_itl_s(job) <= _ITL_S for job in jobs
     )
     return good / len(jobs)
 
@@ -92,20 +93,8 @@ def _alone_s(job: Job) -> float:
     return job.request.new_tokens / job.decode.timing.tokens_per_s
 
 
-def _ttft_s(job: Job) -> float:
-    return job.first_token_s - job.request.arrival_s
-
-
-def _itl_s(job: Job) -> float:
-    return (job.ended_s - job.first_token_s) / max(1, job.request.output_tokens - 1)
-
-
 def jain(shares: Sequence[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def ratios(by_policy: Mapping[str, Row]) -> list[Row]:

@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from xxhash import xxh3_64_intdigest
-
 from services.router.replay.ranks import Job, Rank
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
@@ -19,8 +17,6 @@ from services.values.rank import RankId
 _MATCH_RATIO = 0.5
 _IMBALANCE_REQUESTS, _IMBALANCE_RATIO = 32, 1.1
 _REMEMBERED_BLOCKS = 2**26 // 4 // BLOCK_TOKENS
-_PREFIX_BLOCKS = 4  # 2,048 tokens: the trace's first block is the same in all prompts
-_BOUNDED_LOAD = 1.25
 
 
 class Picker(Protocol):
@@ -64,18 +60,6 @@ class StickySession:
         if home is None:
             home = self._homes[request.session] = self._least.pick(request, in_flight)
         return home
-
-
-class PrefixHash:
-    """The hash of the prompt's beginning names the rank; the next one takes over from a rank that has more
-    than its share by a quarter (consistent hashing with bounded loads)."""
-
-    def pick(self, request: TraceRequest, in_flight: Sequence[int]) -> int:
-        num_ranks = len(in_flight)
-        first = xxh3_64_intdigest(repr(request.blocks[:_PREFIX_BLOCKS]).encode()) % num_ranks
-        limit = _BOUNDED_LOAD * (sum(in_flight) + 1) / num_ranks
-        ring = ((first + step) % num_ranks for step in range(num_ranks))
-        return next((index for index in ring if in_flight[index] < limit), first)
 
 
 class Memory:

@@ -9,7 +9,6 @@ not counted. Pulls are off, as the simulation has none. TTFT is the client's. Pr
 make each step some milliseconds longer: with --stretch 2 all else takes twice as long.
 """
 
-import argparse
 import asyncio
 import random
 import sys
@@ -23,10 +22,10 @@ from tempfile import TemporaryDirectory
 
 from bench.checkpoint import Size, write
 from bench.placement.cells import TIMING, Cell, Fleet
-from bench.placement.figures import quantile
 from bench.placement.simulation import Simulation
-from bench.report import Row, table, write_json
+from bench.report import Row, parser_of, table, write_json
 from services.cli.local.local_cluster import LocalCluster, Shape
+from services.router.replay.planner import quantile
 from services.router.replay.ranks import Timing
 from services.router.replay.setting import Setting
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
@@ -205,13 +204,10 @@ def _row(name: str, seconds: float, stretch: float) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cells", default=_CELLS, help="WORKLOAD:PREFILL+DECODE,...")
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--stretch", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for name in arguments.cells.split(","):

@@ -7,15 +7,13 @@ nothing wrong. A router that starts again, when half of the requests have been p
 pins in etcd, and has none of the speeds, predictions and requests in flight.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.placement.cells import Cell, Fleet
 from bench.placement.figures import figures_of
 from bench.placement.simulation import Simulation
-from bench.report import Row, table, write_json
+from bench.report import Row, parser_of, table, write_json
 from services.router.replay.ours import Ours
 from services.router.replay.ranks import Job, Rank
 from services.router.replay.replay import Policy
@@ -151,11 +149,8 @@ def _rows(cell: Cell, names: Sequence[str]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cells", default=_CELLS, help="WORKLOAD:LAYOUT,...")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     rows: list[Row] = []
     for workload, layout in (name.split(":") for name in arguments.cells.split(",")):

@@ -12,22 +12,21 @@ from bench.placement.policies import (
     Everywhere,
     LeastLoaded,
     Picker,
-    PrefixHash,
     RoundRobin,
     Separate,
     StickySession,
 )
 from bench.report import Row
+from services.router.replay.planner import quantile
 from services.router.replay.ranks import Rank
 from services.router.replay.replay import Policy, Replay
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
 
-OURS = ("ours", "ours-remote", "ours-held", "ours-alone", "oracle")
-OTHERS = ("round-robin", "least-loaded", "sticky", "prefix-hash", "cache-aware")
+OURS = ("ours", "ours-remote", "ours-alone", "oracle")
+OTHERS = ("round-robin", "least-loaded", "sticky", "cache-aware")
 POLICIES = OURS + OTHERS  # of a trace
 ONE_PLAN = ("ours-remote", "ours-local", "oracle-remote")  # where there are prefill ranks
-READ_INDEX = ("ours", "ours-remote", "ours-held", "ours-alone")  # and pins
 
 
 class Simulation(Replay):
@@ -98,16 +97,12 @@ class Simulation(Replay):
             "moved_gb": moved / 1e9,
             "local_share": 1 - len(remote) / len(jobs),
             "ttft_mean_s": fmean(ttft),
-            "ttft_p50_s": _quantile(ttft, 0.5),
-            "ttft_p99_s": _quantile(ttft, 0.99),
+            "ttft_p50_s": quantile(ttft, 0.5),
+            "ttft_p99_s": quantile(ttft, 0.99),
             "itl_mean_s": fmean(itl),
             "imbalance": max(busy) / fmean(busy),
             "cpu_s": cpu_s,
         }
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def _rule(rules: Rules, blocks: int, num_ranks: int) -> Rule:
@@ -122,8 +117,6 @@ def _picker(name: str, num_ranks: int) -> Picker:
             return LeastLoaded()
         case "sticky":
             return StickySession()
-        case "prefix-hash":
-            return PrefixHash()
         case "cache-aware":
             return CacheAware(num_ranks)
     raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")

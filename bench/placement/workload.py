@@ -1,15 +1,11 @@
-"""The workloads are requests of index blocks, from a trace or made up."""
+"""A trace becomes requests of index blocks."""
 
 import json
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from random import Random
 
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
-
-TICK_S = 3.0  # between two arrival times of the trace
+from services.router.replay.workload import TraceRequest
 
 
 def read_trace(path: Path, duration_s: float | None = None, copies: int = 1) -> list[TraceRequest]:
@@ -27,33 +23,6 @@ def read_trace(path: Path, duration_s: float | None = None, copies: int = 1) -> 
             entries.append((arrival_s, blocks, entry["input_length"], max(1, entry["output_length"])))
     entries.sort(key=lambda entry: entry[0])
     return list(_numbered(entry for entry in entries if duration_s is None or entry[0] < duration_s))
-
-
-def spread(requests: Sequence[TraceRequest]) -> list[TraceRequest]:
-    """The trace's clock ticks every three seconds: about ten requests come at once, and then none. The same
-    with each at a random moment up to the next tick."""
-    random = Random(3_000)
-    arrivals = [request.arrival_s + random.uniform(0.0, TICK_S) for request in requests]
-    order = sorted(range(len(requests)), key=arrivals.__getitem__)
-    return [replace(requests[i], number=n, arrival_s=arrivals[i]) for n, i in enumerate(order)]
-
-
-def shared_prefix(requests_per_s: float, duration_s: float) -> list[TraceRequest]:
-    """One prefix of 6,144 tokens in all prompts, then 512 to 4,096 of their own; arrivals at random. Nobody
-    comes twice: each is a conversation of its own."""
-    random, now, next_block = Random(19746), 0.0, 12
-    requests: list[TraceRequest] = []
-    while (now := now + random.expovariate(requests_per_s)) < duration_s:
-        num_own = random.randint(1, 8)
-        blocks = (*range(12), *range(next_block, next_block + num_own))
-        next_block += num_own
-        number, prompt_tokens, output_tokens = (
-            len(requests),
-            len(blocks) * BLOCK_TOKENS,
-            random.randint(32, 256),
-        )
-        requests.append(TraceRequest(number, now, blocks, prompt_tokens, output_tokens, f"s{number}"))
-    return requests
 
 
 def pooled_lru_hits(requests: Sequence[TraceRequest], num_blocks: int) -> float:

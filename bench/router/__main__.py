@@ -15,12 +15,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.report import Row, table, write_json
-from bench.router import beside, decisions, served
+from bench.report import Row, parser_of, table, write_json
+from bench.router import decisions, served
 from bench.router.peers.sglang_router import saturated_peer
 from bench.router.saturated import ANSWERS, PROMPTS, STREAMS, Grid, added, parts, saturated
 
-_PARTS = ("decisions", "served", "saturated", "beside")
+_PARTS = ("decisions", "served", "saturated")
 _PEER_PYTHON = Path(".venv-sglang/bin/python")
 
 
@@ -30,8 +30,7 @@ def main() -> None:
     goals: list[Row] = []
     if "decisions" in arguments.only:
         report["decisions"] = list(decisions.rows())
-        report["below"] = list(decisions.below_rows())
-        goals += decisions.goals(report["decisions"]) + decisions.below_goals(report["below"])
+        goals += decisions.goals(report["decisions"])
     if "served" in arguments.only:
         measured = asyncio.run(served.served(arguments.seconds))
         report["requests"], report["process"] = measured.requests, [measured.process]
@@ -39,9 +38,6 @@ def main() -> None:
         goals += served.goals(report["parts"])
     if "saturated" in arguments.only:
         report |= asyncio.run(_saturated(arguments))
-    if "beside" in arguments.only:
-        crowds = asyncio.run(beside.beside(arguments.beside, arguments.engine, arguments.seconds))
-        report |= {f"beside {index}": [row] for index, row in enumerate(crowds)}
     for name, rows in (report | {"goals": goals}).items():
         if rows:
             print(f"\n{name}\n{table(rows)}")
@@ -73,10 +69,7 @@ async def _saturated(arguments: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=14.0, help="of load for each kind of request")
     parser.add_argument(
         "--only", type=_names, default=_PARTS[:2], help=f"parts to run, with commas, of {', '.join(_PARTS)}"
@@ -106,9 +99,6 @@ def _parse() -> argparse.Namespace:
         help="run them in the same run; bare: a router that does nothing",
     )
     group.add_argument("--peer-python", type=Path, default=_PEER_PYTHON, help="has sglang_router")
-    group = parser.add_argument_group("beside")
-    group.add_argument("--beside", nargs="+", choices=beside.PARTS, default=beside.PARTS)
-    group.add_argument("--engine", choices=("fake", "torch"), default="fake", help="of the ranks")
     return parser.parse_args()
 
 

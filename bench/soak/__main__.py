@@ -18,11 +18,8 @@ when it was to be aborted does not count, and another is asked for.
 
 `run length`: pages per run of neighbours in which pages were lent to prompts, at the start and at the end;
 `free length`: the same of those that are free then.
-`bench.transfer` then moves a delta in pages that are made up: on both sides in runs of geometric length with
-the mean that was measured at the end. Beside it goes one in a fresh pool. These ranks' own pages are too few.
 """
 
-import argparse
 import asyncio
 import contextlib
 import random
@@ -33,9 +30,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench import transfer
 from bench.interrupts import end_as_by_ctrl_c
-from bench.report import Row, table, verdict, write_json
+from bench.report import Row, parser_of, table, verdict, write_json
 from bench.soak.load import QUIET_ABORTS, Outcomes, Soak, late_share
 from bench.soak.ranks import NUM_PAGES, PAGE_SIZE, Memory, Ranks
 from services.cli.local.local_cluster import LocalCluster, Shape
@@ -167,10 +163,7 @@ def verdicts(row: Row, engine: str) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of load above capacity")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engine", choices=sorted(ENGINE_FLAGS), default="fake")
@@ -183,11 +176,8 @@ def main() -> None:
         print(f"\n{error['count']} times: {error['text']}")
     judged = verdicts(report.row, settings.engine)
     print(f"\n{table(judged)}\n")
-    moved = transfer.run_made_up(float(str(report.row["run_length_late"])), settings.seed)
-    print(f"pages made up, in runs of that length\n{table(moved)}")
     if arguments.json is not None:
-        row: Row = asdict(settings) | {"transfer": moved}
-        write_json(arguments.json, "soak", row, [report.row], {"errors": report.errors})
+        write_json(arguments.json, "soak", asdict(settings), [report.row], {"errors": report.errors})
     if missed := [str(each["goal"]) for each in judged if not each["met"]]:
         raise SystemExit(f"the soak missed its goals: {', '.join(missed)}")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.router import beside, decisions, saturated, served
+from bench.router import decisions, saturated, served
 from bench.router.asked import Asked, Prompts
 
 pytestmark = pytest.mark.long
@@ -85,12 +85,3 @@ def test_measuring_a_router(subtests, monkeypatch):
         while prompts.goes_on(until_s=0.0):
             numbers.append(prompts.next()[0])
         assert numbers == [0, 1, 2, 3, 4]
-
-
-async def test_a_router_does_not_keep_messages_that_it_refuses():
-    """60 of 60 MB, 20 at a time, with a wrong key and then with a good one."""
-    async with beside.keyed_cluster("fake") as cluster:
-        rows = [row async for row in beside.messages(cluster, 0.0, num_messages=60)]
-    assert [row["answers"] for row in rows] == ["UNAUTHENTICATED", "RESOURCE_EXHAUSTED"]
-    for row in rows:
-        assert row["after MiB"] - row["before MiB"] <= 64

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bench import answer_parsing, drain, engine, tool_loops, transfer
+from bench import drain, engine, transfer
 from bench.decode_cache import __main__ as decode_cache
 from bench.gpu import steps
 from bench.gpu.outcomes import headlines
@@ -13,7 +13,6 @@ from bench.hybrid import __main__ as hybrid
 from bench.placement import real
 from bench.placement.generators import WORKLOADS, open_arrivals
 from bench.router import __main__ as router
-from services.engine.fake import FakeRunner
 
 pytestmark = pytest.mark.long
 
@@ -109,13 +108,6 @@ def test_router_saturated_quickly(tmp_path, monkeypatch, ranks):
     assert all(row["ITL p99"] <= row["gap p99"] for row in asked)
 
 
-def test_answer_parsing_quickly(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["answer_parsing", "--tokens=300", "--rounds=1"])
-    answer_parsing.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["no parser", "thinking", "thinking and calls"]
-
-
 def test_transfer_quickly(tmp_path, monkeypatch):
     figures = tmp_path / "figures.json"
     monkeypatch.setattr(transfer, "PAGE_BYTES", (256 * transfer.KIB,))
@@ -126,19 +118,6 @@ def test_transfer_quickly(tmp_path, monkeypatch):
     assert [row["pool"] for row in rows] == list(transfer.KINDS)
     fresh, aged, scattered = (row["descriptors"] for row in rows)
     assert fresh == 1 <= aged <= scattered <= 16
-    made_up = transfer.run_made_up(3.0, 1, total_bytes=4 * transfer.MIB, rounds=1)
-    assert [row["pool"] for row in made_up] == ["fresh", "made up"]
-    assert made_up[0]["descriptors"] == 1 <= made_up[1]["descriptors"] <= 16
-
-
-def test_tool_loops_quickly(tmp_path, monkeypatch):
-    figures = tmp_path / "figures.json"
-    monkeypatch.setattr(sys, "argv", ["tool_loops", "--calls=2", "--format=glm", f"--json={figures}"])
-    monkeypatch.setattr(FakeRunner, "_choose", FakeRunner._choose)  # it puts a script in its place
-    tool_loops.main()
-    rows = json.loads(figures.read_text())["rows"]
-    assert all(row["whole"] for row in rows)
-    assert [row["forgetful_whole"] for row in rows] == [True, False, False, False, False]
 
 
 async def test_placement_on_real_ranks_quickly(tmp_path):
