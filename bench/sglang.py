@@ -37,17 +37,19 @@ import psutil
 
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, parser_of, table
-from bench.sglang_cpu import PARTS, part_of, spent
 from bench.sglang_load import Client, Load, TokenIds, Turn, drive, run_turn, warm_up
 from bench.sglang_stock import Router, StockSglang
 from bench.sglang_summary import (
     PAGE_SIZE,
+    PARTS,
     Measured,
     differing,
     medians,
     nested,
+    part_of,
     ranges,
     ratios,
+    spent,
     summary,
     table_rows,
 )

@@ -1,4 +1,5 @@
-"""This module compares the turns of one system with those of another. It is pure."""
+"""This module compares the turns of one system with those of another, and tells CPU time by process. It is
+pure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -116,3 +117,27 @@ def nested(rows: Mapping[str, Row]) -> Row:
 def table_rows(rows: Mapping[str, Row]) -> list[Row]:
     """One per system, for a person."""
     return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in rows.items()]
+
+
+# -- CPU time ------------------------------------------------------------------------------------------
+
+# Of a command line or a process's title; the first that is in it counts.
+_PARTS = (
+    ("services.router", "router"),
+    ("sglang::router", "router"),
+    ("sglang_router", "router"),
+    ("services.decode", "decode_service"),
+    ("services.prefill", "prefill_service"),
+    ("sglang::scheduler", "schedulers"),
+    ("/etcd --name", "etcd"),
+    ("sglang", "sglang_others"),  # its HTTP servers, DP controllers, detokenizers
+)
+PARTS = tuple(dict.fromkeys(part for _, part in _PARTS))
+
+
+def part_of(name: str) -> str | None:
+    return next((part for word, part in _PARTS if word in name), None)
+
+
+def spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {part: after[part] - before[part] for part in PARTS}

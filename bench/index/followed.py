@@ -8,18 +8,99 @@ import asyncio
 import json
 import random
 import resource
+import selectors
 import signal
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
+from selectors import SelectorKey
 
 import numpy as np
 
-from bench.index.loop_turns import TimedSelector
-from bench.index.timed_index import TimedIndex
+from bench.index.simulated_ledger import newest_of, stamped_s
 from services.etcd.connection import EtcdSettings
 from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 from services.index.read.mirror import Mirror, keep_from_garbage_collector
+from services.index.read.prefix_index import IndexDraft, PrefixIndex
+from services.values.rank import RankId
+
+
+class TimedSelector(selectors.DefaultSelector):
+    """The selector of an event loop. Whoever comes while a turn lasts waits for its end.
+
+    In CPU time of the loop's thread, so that other work on the machine counts only through the caches.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn_began_s: float | None = None
+        self.longest_turn_s = 0.0
+
+    def begin(self) -> None:
+        """Turns before this one do not count, nor what has been of it."""
+        self.longest_turn_s, self._turn_began_s = 0.0, time.thread_time()
+
+    def select(self, timeout: float | None = None) -> list[tuple[SelectorKey, int]]:
+        if self._turn_began_s is not None:
+            self.longest_turn_s = max(self.longest_turn_s, time.thread_time() - self._turn_began_s)
+        ready = super().select(timeout)
+        self._turn_began_s = time.thread_time()
+        return ready
+
+
+class TimedIndex(PrefixIndex):
+    """Seconds since the oldest block was stored that a delta or a snapshot is the first to tell.
+
+    All blocks that one record is the first to tell bear the same stamp; in a snapshot that is the newest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._timing = False
+        self._began_s = 0.0
+        self.delta_ages_s: list[float] = []
+        self.snapshot_ages_s: list[float] = []
+        self._num_new = 0
+        self._drafted: list[int] = []
+
+    def begin(self) -> None:
+        self._timing, self._began_s, self._num_new = True, time.monotonic(), 0
+        self.delta_ages_s.clear()
+        self.snapshot_ages_s.clear()
+
+    def new_blocks_per_s(self) -> float:
+        """Blocks that were told for the first time, since `begin`."""
+        return self._num_new / (time.monotonic() - self._began_s)
+
+    def apply_delta(
+        self,
+        rank: RankId,
+        added: Collection[int],
+        removed: Collection[int],
+        resumable_added: Iterable[int] = (),
+        resumable_removed: Iterable[int] = (),
+        files_added: Collection[int] = (),
+        files_removed: Collection[int] = (),
+    ) -> bool:
+        marks = resumable_added, resumable_removed, files_added, files_removed
+        applied = super().apply_delta(rank, added, removed, *marks)
+        if self._timing and added and applied:
+            self.delta_ages_s.append(time.monotonic() - stamped_s(next(iter(added))))
+            self._num_new += len(added)
+        return applied
+
+    def add_to_draft(self, draft: IndexDraft, hashes: Iterable[int]) -> None:
+        super().add_to_draft(draft, hashes)
+        self._drafted += list(hashes)
+
+    def show_draft(self, draft: IndexDraft, rank: RankId) -> None:
+        super().show_draft(draft, rank)
+        drafted, self._drafted = self._drafted, []
+        if self._timing and drafted:
+            stamp_s, num_new = newest_of(np.array(drafted, np.uint64))
+            self.snapshot_ages_s.append(time.monotonic() - stamp_s)
+            self._num_new += num_new
 
 
 async def run(arguments: argparse.Namespace, turns: TimedSelector) -> None:

@@ -6,10 +6,9 @@ import time
 import pytest
 
 from bench.index import cluster, followed
+from bench.index.followed import TimedIndex, TimedSelector
 from bench.index.goals import verdicts
-from bench.index.loop_turns import TimedSelector
 from bench.index.simulated_ledger import SimulatedLedger
-from bench.index.timed_index import TimedIndex
 from services.values.rank import Generation, RankId
 
 pytestmark = pytest.mark.long

@@ -2,13 +2,13 @@
 
 import pytest
 
-from bench.sglang_cpu import part_of
 from bench.sglang_load import Turn
 from bench.sglang_summary import (
     Measured,
     differing,
     medians,
     nested,
+    part_of,
     percentile,
     ranges,
     ratios,
