@@ -5,10 +5,8 @@ states, and what those weigh.
 
 Until now the least of all groups decided what a decode rank had of a prompt; a recurrent group, whose
 state comes by wire, had nothing: hits of 0 (vllm 42524). Here decode matches attention's pages, and
-windows' tails and one state come with the last chunk. Four parts:
+windows' tails and one state come with the last chunk. Two parts:
 
-    hits       one load on the books of decode ranks that differ by what they carry: replayed, not timed
-    computed   likewise of prefill ranks, by the checkpoints that they have room for
     sides      bytes, TTFT and throughput of conversations, and of documents that groups of 8 ask about: both
                rules on the same requests in one run, each side with a prefill rank in a process of its own
     shortage   the documents again, in one memory that would hold 0.29 of the clients' requests unshared; with
@@ -35,9 +33,8 @@ from bench.decode_cache.workload import Workload
 from bench.hybrid.measure import Case, Measured, measure
 from bench.hybrid.memory import Division, Memory, shape_of
 from bench.hybrid.models import Model, fake_hybrid, fake_windowed
-from bench.hybrid.on_books import computed_rows, hit_row, pages_for
 from bench.hybrid.summary import shortage_row, side_rows, verdicts
-from bench.hybrid.workload import GROUPS_AT_ONCE, conversations, documents, mixed
+from bench.hybrid.workload import GROUPS_AT_ONCE, conversations, documents
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, parser_of, table, write_json
 
@@ -76,19 +73,6 @@ class Load:
         shape = shape_of(workload, self.context, GROUPS_AT_ONCE)
         memory = Memory(model.group, model.token_bytes, self.page_size, self.chunk_size)
         return Case(model, self.documents, memory.unshared(shape, held), memory.shared(shape, held))
-
-
-def replayed(models: Sequence[Model], load: Load, seed: int) -> tuple[list[Row], list[Row]]:
-    """Decode's hits and prefill's computed tokens."""
-    hits: list[Row] = []
-    computed: list[Row] = []
-    for model in models:
-        for workload in (load.conversations(seed), load.documents(seed), mixed(seed, load.quick)):
-            enough = pages_for(workload, load.page_size)
-            num_pages = enough if workload.held_share is None else workload.pool_pages(load.page_size)
-            hits.append(hit_row(model, workload, num_pages, load.page_size, seed))
-            computed += computed_rows(model, workload, enough, load.page_size, seed)
-    return hits, computed
 
 
 def cases_of(models: Sequence[Model], load: Load) -> list[Case]:
@@ -139,13 +123,12 @@ def main() -> None:
     cases = [case for case in cases_of(models, load) if arguments.only in _name(case)]
     if not cases:
         raise SystemExit(f"nothing has {arguments.only!r}")
-    hits, computed = ([], []) if arguments.only else replayed(models[:2], load, arguments.seed)
     measured = asyncio.run(driven(cases, rank_settings(arguments), arguments))
     sides = [row for each in measured for row in side_rows(each)]
     shortage = [shortage_row(each) for each in measured if each.case.has_one_turn]
-    goals = verdicts(sides, shortage, hits, computed)
+    goals = verdicts(sides, shortage)
     print(f"load average at the start {load_at_start:.1f}")
-    parts = {"hits": hits, "computed": computed, "sides": sides, "shortage": shortage, "goals": goals}
+    parts = {"sides": sides, "shortage": shortage, "goals": goals}
     for name, rows in parts.items():
         if rows:
             print(f"\n{name}\n{table(rows)}")
@@ -161,9 +144,7 @@ def _name(case: Case) -> str:
 def _arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few and short requests")
-    parser.add_argument(
-        "--only", default="", help="time what has this in 'MODEL WORKLOAD' alone, and replay nothing"
-    )
+    parser.add_argument("--only", default="", help="time what has this in 'MODEL WORKLOAD' alone")
     parser.add_argument("--rounds", type=int, default=1, help="of each side, on requests of their own")
     parser.add_argument("--context", type=int, help="tokens of a document; default 8192")
     parser.add_argument("--states", type=int, nargs="+", help="their weights, in tokens of their attention")

@@ -38,23 +38,3 @@ def documents(seed: int, context: int, quick: bool = False) -> Workload:
 def _question(ids: Ids, group: int, member: int, context: int, question: int, answer: int) -> Conversation:
     document, own = ids.take(f"document/{group}", context), ids.take(f"question/{group}/{member}", question)
     return Conversation(f"{group}-{member}", (document + own,), answer)
-
-
-def mixed(seed: int, quick: bool = False) -> Workload:
-    """Conversations, groups that share a system prompt, and long prompts that nobody repeats, shuffled."""
-    parts = 1 if quick else 2
-    asked: list[Conversation] = []
-    for part in range(parts):
-        for workload in (workloads.turns(seed + part, quick), workloads.groups(seed + part, quick)):
-            asked += [replace(c, name=f"{workload.name}{part}/{c.name}") for c in workload.conversations]
-    ids, rng = Ids(seed), random.Random(seed)
-    asked += [Conversation(f"once/{i}", (ids.take(f"once/{i}", 1024),), 64) for i in range(len(asked) // 5)]
-    rng.shuffle(asked)
-    return Workload("mixed", tuple(asked), 16, 0, held_share=None, plans=frozenset({Plan.REMOTE}))
-
-
-def points_in_use(workload: Workload) -> int:
-    """Checkpoints that are wanted at some time: one a conversation with turns, one a shared beginning."""
-    beginnings = [c.questions[0][:64] for c in workload.conversations]
-    of_turns = sum(len(c.questions) > 1 for c in workload.conversations)
-    return of_turns + sum(beginnings.count(beginning) > 1 for beginning in set(beginnings))

@@ -45,23 +45,15 @@ def test_a_summary_of_hybrid_models(subtests):
     for changes, missed in [
         ({}, []),
         ({"sides": [{"wrong_bytes": 1, "rejected": 0}]}, ["turns whose bytes are not the formula's"]),
-        ({"hits": [{"of_attention": 0.9}]}, ["decode hits, of attention alone"]),
         ({"shortage": [shortage(499, 3.9, 1.2)]}, ["TTFT p50, light states", "throughput, light states"]),
         (
             {"shortage": [shortage(100, 5.0, 2.0), shortage(3000, 1.0, 1.0)]},
             [],
         ),  # a heavy state may cost that
-        (
-            {"computed": [{"enough": True, "of_unlimited": 1.2}]},
-            ["computed by prefill, a point for each that comes back"],
-        ),
-        ({"computed": [{"enough": False, "of_unlimited": 2.0}, {"enough": True, "of_unlimited": 1.0}]}, []),
     ]:
         with subtests.test("what is missed", changes=changes, missed=missed):
             figures = {
                 "sides": [{"wrong_bytes": 0, "rejected": 0}],
                 "shortage": [shortage(100, 4.0, 1.3)],
-                "hits": [{"of_attention": 1.0}],
-                "computed": [{"enough": True, "of_unlimited": 1.0}],
             } | changes
             assert [row["goal"] for row in verdicts(**figures) if not row["met"]] == missed

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.paged.core_rank import Rank
-from services.engine.fake import fake_state, fake_window, prompt_scores
+from exactness.prompt_scores import prompt_scores
+from services.engine.fake import fake_state, fake_window
 from services.engine.paged.model_runner import ScoredPrompt, scores_of
 from services.engine.paged.sequence import Phase
 from services.values.errors import InvalidRequest

@@ -1,4 +1,5 @@
-"""A load of clients is replayed on one rank's books: an engine core whose model computes nothing.
+"""A load of clients is replayed on one rank's books, an engine core whose model computes nothing: decode's
+hits beside attention's alone, and what prefill computes with few checkpoints.
 
 What is matched, computed and kept is the core's own doing. A step takes no time, and the same load is the
 same order each time, so that two ranks differ by their pools alone.
@@ -7,10 +8,13 @@ same order each time, so that two ranks differ by their pools alone.
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from bench.decode_cache.workload import Conversation, TokenIds, Workload, prompt_of
+from bench.decode_cache import workload as workloads
+from bench.decode_cache.workload import Conversation, Ids, TokenIds, Workload, prompt_of
+from bench.hybrid.models import Model
+from bench.report import Row
 from services.engine.fake import FakeAdapters
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
@@ -20,8 +24,9 @@ from services.engine.paged.sequence import Sequence as CoreSequence
 from services.grammar.matcher import MaskCounts
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
+from services.kv.tails import units_at, units_for
 from services.values.kv import GroupKind, KvGroup, KvLayout, PageId, PoolMemory
-from services.values.rank import TransferId
+from services.values.rank import Plan, TransferId
 from services.values.request import GenerationRequest, SamplingParams
 
 _FULL = KvGroup(GroupKind.FULL_ATTENTION, (0,), 1, 1, "float32")
@@ -189,3 +194,85 @@ class DecodeRank:
 def _request(number: int, prompt: TokenIds, max_tokens: int) -> GenerationRequest:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return GenerationRequest(f"{number}", prompt, sampling)
+
+
+def mixed(seed: int, quick: bool = False) -> Workload:
+    """Conversations, groups that share a system prompt, and long prompts that nobody repeats, shuffled."""
+    parts = 1 if quick else 2
+    asked: list[Conversation] = []
+    for part in range(parts):
+        for workload in (workloads.turns(seed + part, quick), workloads.groups(seed + part, quick)):
+            asked += [replace(c, name=f"{workload.name}{part}/{c.name}") for c in workload.conversations]
+    ids, rng = Ids(seed), random.Random(seed)
+    asked += [Conversation(f"once/{i}", (ids.take(f"once/{i}", 1024),), 64) for i in range(len(asked) // 5)]
+    rng.shuffle(asked)
+    return Workload("mixed", tuple(asked), 16, 0, held_share=None, plans=frozenset({Plan.REMOTE}))
+
+
+def points_in_use(workload: Workload) -> int:
+    """Checkpoints that are wanted at some time: one a conversation with turns, one a shared beginning."""
+    beginnings = [c.questions[0][:64] for c in workload.conversations]
+    of_turns = sum(len(c.questions) > 1 for c in workload.conversations)
+    return of_turns + sum(beginnings.count(beginning) > 1 for beginning in set(beginnings))
+
+
+_RUNNING = 16
+_UNLIMITED = 1 << 16  # units: none is ever short
+_CHUNK = 512
+
+
+def hit_row(model: Model, workload: Workload, num_pages: int, page_size: int, seed: int) -> Row:
+    """Decode ranks that differ by what they carry, with as many pages and the least of units."""
+    units = units_for(model.group, page_size, _CHUNK, _RUNNING)
+    ours = DecodeRank(Books((model.group,), (units,), num_pages, page_size, _CHUNK, _RUNNING))
+    attention = DecodeRank(Books((), (), num_pages, page_size, _CHUNK, _RUNNING))
+    for rank in (ours, attention):
+        replay(workload, rank, seed)
+    return {
+        "model": model.name,
+        "workload": workload.name,
+        "prompt_tokens": ours.prompt_tokens,
+        "attention_alone": attention.hit_tokens,
+        "per_group": ours.hit_tokens,
+        "least_of_all": ours.least_tokens,
+        "of_attention": ours.hit_tokens / attention.hit_tokens,
+    }
+
+
+def computed_rows(model: Model, workload: Workload, num_pages: int, page_size: int, seed: int) -> list[Row]:
+    """Prefill ranks that differ by how many checkpoints they keep beside what runs."""
+    wanted = points_in_use(workload)
+    unlimited = _computed(model, workload, _UNLIMITED, num_pages, page_size, seed)
+    attention = PrefillRank(Books((), (), num_pages, page_size, _CHUNK, _RUNNING))
+    replay(workload, attention, seed)
+    rows: list[Row] = []
+    for points in sorted({wanted // 4, wanted // 2, wanted, 2 * wanted}):
+        computed = _computed(model, workload, points, num_pages, page_size, seed)
+        rows.append(
+            {
+                "model": model.name,
+                "workload": workload.name,
+                "points": points,
+                "come_back": wanted,
+                "enough": points >= wanted,
+                "computed_tokens": computed,
+                "unlimited": unlimited,
+                "of_unlimited": computed / unlimited,
+                "of_full_attention": computed / attention.computed_tokens,
+            }
+        )
+    return rows
+
+
+def _computed(
+    model: Model, workload: Workload, points: int, num_pages: int, page_size: int, seed: int
+) -> int:
+    of_a_point = units_at(model.group, 4 * max(model.group.window, page_size), page_size)
+    units = units_for(model.group, page_size, _CHUNK, 2 * _RUNNING) + points * of_a_point
+    rank = PrefillRank(Books((model.group,), (units,), num_pages, page_size, _CHUNK, _RUNNING))
+    replay(workload, rank, seed)
+    return rank.computed_tokens
+
+
+def pages_for(workload: Workload, page_size: int) -> int:
+    return sum(-(-conversation.num_tokens // page_size) + 1 for conversation in workload.conversations)

@@ -3,8 +3,8 @@
 import pytest
 
 from bench.hybrid.models import fake_hybrid, fake_windowed
-from bench.hybrid.on_books import computed_rows, hit_row, pages_for
-from bench.hybrid.workload import conversations, documents, mixed, points_in_use
+from bench.hybrid.workload import conversations, documents
+from engine.paged.core.replayed_books import computed_rows, hit_row, mixed, pages_for, points_in_use
 
 pytestmark = pytest.mark.long
 
