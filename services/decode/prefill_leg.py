@@ -95,15 +95,11 @@ class PrefillLeg:
         sampling: bytes | None = None,
     ) -> None:
         self._channels = channels
-        self._peer = peer
+        self.peer = peer
         self._timeout_s = timeout_s
         self._traceparent = traceparent
         self._sampling = sampling
         self._began_s = time.monotonic()
-
-    @property
-    def peer(self) -> RankAddress:
-        return self._peer
 
     async def __call__(self, request: GenerationRequest, rendezvous: Rendezvous) -> PrefillResult:
         if request.left_s is not None:
@@ -113,7 +109,7 @@ class PrefillLeg:
             request, rendezvous, self._traceparent, self._sampling
         )
         try:
-            async with self._channels.lend(self._peer.endpoint) as channel:
+            async with self._channels.lend(self.peer.endpoint) as channel:
                 response = await prefill_pb2_grpc.PrefillStub(channel).Prefill(
                     message, timeout=self._timeout_s
                 )
@@ -128,4 +124,4 @@ class PrefillLeg:
     def _renamed(self, error: IsthmusError) -> IsthmusError:
         if isinstance(error, _OF_THE_REQUEST):
             return error
-        return PeerFailed(f"prefill rank {self._peer.id} failed: {error}")
+        return PeerFailed(f"prefill rank {self.peer.id} failed: {error}")

@@ -91,14 +91,11 @@ class FakeRunner:
         self.memory = PoolMemory(self.slots.ctypes.data, num_pages)
         self.carried_memory = tuple(PoolMemory(pool.ctypes.data, len(pool)) for pool in self.carried_pools)
         self.draft: DraftModel | None = None
+        self.steps_by_way: Mapping[str, int] = {}
         self.adapters = FakeAdapters()
         for name, directory in (lora or {}).items():
             self.adapters.put(self.adapters.read(name, directory))
         self._mask_maker = MaskMaker(vocab_size)
-
-    @property
-    def steps_by_way(self) -> Mapping[str, int]:
-        return {}
 
     @property
     def mask_counts(self) -> MaskCounts:
@@ -283,9 +280,6 @@ class FakeModel:
     def next_token(self) -> int:
         return draw(self.total, len(self.values[0]), VOCAB_SIZE)
 
-    def scores(self, token: int, num_top: int) -> PromptLogprobs:
-        return scores(self.total, len(self.values[0]), token, VOCAB_SIZE, num_top)
-
     def take(self, token: int) -> None:
         position = len(self.values[0])
         value = mix(token, position)
@@ -342,18 +336,6 @@ class FakeAdapters:
 
     def drop(self, adapter: Adapter) -> None:
         self.loaded.remove(adapter)
-
-
-def prompt_scores(
-    ids: Sequence[int], start: int, num_top: int, carried: Sequence[KvGroup] = ()
-) -> PromptLogprobs:
-    """Return what a FakeRunner must report of a prompt's tokens from `start` on, at least 1."""
-    model = FakeModel(ids[:start], carried)
-    told = []
-    for token in ids[start:]:
-        told.append(model.scores(token, num_top))
-        model.take(token)
-    return PromptLogprobs.joined(told, num_top)
 
 
 def first_seen(group: KvGroup, position: int) -> int:

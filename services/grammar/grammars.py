@@ -139,7 +139,6 @@ class Grammars:
         *,
         kept: int = _KEPT,
         kept_bytes: int = _KEPT_BYTES,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Cache at most `kept` grammars, with at most `kept_bytes` of text.
 
@@ -149,7 +148,6 @@ class Grammars:
         self._vocab_size = vocab_size
         self._kept = kept
         self._kept_bytes = kept_bytes
-        self._clock = clock
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
@@ -191,10 +189,10 @@ class Grammars:
                 self._note(0, 0.0)
                 return compiled
             tokenizer = self._open_tokenizer()
-        began = self._clock()
+        began = time.perf_counter()
         compiled = _compile(constraint, tokenizer)
         with self._lock:
-            self._note(1, self._clock() - began)
+            self._note(1, time.perf_counter() - began)
             self._keep(constraint, compiled)
         return compiled
 

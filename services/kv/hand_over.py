@@ -91,8 +91,6 @@ class _Asked:
 class HandOverOutcome:
     handed_tokens: int = 0
     left_tokens: int = 0  # These are lost when the rank ends.
-    handed_prefixes: int = 0
-    left_prefixes: int = 0
 
 
 class HandOver(Generic[Successor]):
@@ -109,10 +107,6 @@ class HandOver(Generic[Successor]):
 
     def __repr__(self) -> str:
         return f"HandOver(listed={len(self._listed)} offered={len(self._offered)} {self.outcome})"
-
-    @property
-    def num_offered(self) -> int:
-        return len(self._offered)
 
     def next(self) -> tuple[IdlePrefix, Successor] | None:
         """Return a prefix and its successor; None if nothing is left to offer or an answer is due first."""
@@ -142,7 +136,6 @@ class HandOver(Generic[Successor]):
         asked.room_tokens = room_tokens
         asked.given_tokens += held_tokens
         self.outcome.handed_tokens += more
-        self.outcome.handed_prefixes += not before
         for fork, _ in prefix.forks:
             self._went[fork] = successor
         asked.is_out |= room_tokens == 0
@@ -187,7 +180,6 @@ class HandOver(Generic[Successor]):
     def _leave(self, prefix: IdlePrefix) -> None:
         taken_tokens = self._taken_tokens.get(prefix, 0)
         self.outcome.left_tokens += prefix.tokens - taken_tokens
-        self.outcome.left_prefixes += not taken_tokens
 
     def _may_take(self, prefix: IdlePrefix, successor: Successor) -> bool:
         tried = self._tried.get(prefix, set())

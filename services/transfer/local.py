@@ -108,19 +108,13 @@ class _LandedWrite:
 class LocalTransport:
     """It implements services.transfer.transport.Transport."""
 
+    name = "local"
+
     def __init__(self) -> None:
         self._own = _Process.own()
         self._pools: RankPools | None = None
         self._peers: dict[PeerName, tuple[_Process, RankPools]] = {}
-        self._paths: tuple[KvPath, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "local"
-
-    @property
-    def paths(self) -> tuple[KvPath, ...]:
-        return self._paths
+        self.paths: tuple[KvPath, ...] = ()
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
         pools = RankPools(tuple(memories), tuple(unit_bytes))
@@ -160,7 +154,7 @@ class LocalTransport:
         if not process.alive:  # Another process may have its pid by now.
             raise PeerFailed(f"the peer's process {process.pid} is gone")
         _copy(process.pid, pieces.source, pieces.target)
-        self._paths = (_PATH,)
+        self.paths = (_PATH,)
         return _LandedWrite(group_bytes)
 
     def close(self) -> None:

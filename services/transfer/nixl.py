@@ -85,12 +85,8 @@ class NixlWrite:
         self._on_landed = on_landed
         self._agent = agent
         self._handle = handle
-        self._group_bytes = group_bytes
+        self.group_bytes = group_bytes
         self._state = "PROC"  # PROC is NIXL's name for under way; DONE and ERR are final.
-
-    @property
-    def group_bytes(self) -> tuple[int, ...]:
-        return self._group_bytes
 
     def post(self) -> None:
         self._ask(self._agent.transfer)
@@ -106,7 +102,7 @@ class NixlWrite:
         deadline_s = time.monotonic() + _RELEASE_TIMEOUT_S
         while not self._ended():
             if time.monotonic() >= deadline_s:
-                raise Unsettled(f"a write of {sum(self._group_bytes)} bytes is still under way")
+                raise Unsettled(f"a write of {sum(self.group_bytes)} bytes is still under way")
             time.sleep(_POLL_S)
         with _renaming("NIXL does not give up an ended write", Unsettled):
             self._handle.release()
@@ -131,6 +127,8 @@ class NixlWrite:
 class NixlTransport:
     """It implements services.transfer.transport.Transport. Making one takes about half a second."""
 
+    name = "nixl"
+
     def __init__(self, name_prefix: str = "isthmus", settings: NixlSettings = _DEFAULTS) -> None:
         """Make the agent and its backend.
 
@@ -139,19 +137,11 @@ class NixlTransport:
         """
         self._settings = settings
         self._agent = open_agent(f"{name_prefix}-{secrets.token_hex(8)}", settings)
-        self._paths: tuple[KvPath, ...] = ()
+        self.paths: tuple[KvPath, ...] = ()
         self._pools: RankPools | None = None
         self._registered: _bindings.nixlRegDList | None = None
         self._peers: dict[PeerName, RankPools] = {}
         self._names: dict[bytes, PeerName] = {}
-
-    @property
-    def name(self) -> str:
-        return "nixl"
-
-    @property
-    def paths(self) -> tuple[KvPath, ...]:
-        return self._paths
 
     def register(self, memories: Sequence[PoolMemory], unit_bytes: Sequence[int]) -> None:
         pools = RankPools(tuple(memories), tuple(unit_bytes))
@@ -210,8 +200,8 @@ class NixlTransport:
 
     def _look_at_paths(self) -> None:
         assert self._pools is not None
-        known, self._paths = self._paths, self._known_paths(self._pools.unit_bytes)
-        for path in self._paths:
+        known, self.paths = self.paths, self._known_paths(self._pools.unit_bytes)
+        for path in self.paths:
             if path not in known:
                 self._settings.tell(path)
 

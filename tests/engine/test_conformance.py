@@ -21,11 +21,11 @@ import pytest_asyncio
 
 from engine.pair import FAKE, Pair, core_of, eager
 from exactness.checkpoints import tiny_checkpoint
-from exactness.prompt_scores import check_scores
+from exactness.prompt_scores import check_scores, prompt_scores
 from exactness.reference import count_near_ties, random_prompt, reference_generation
 from net.certificates import make_certificates
 from services.engine.engine_config import EngineConfig
-from services.engine.fake import continuation, parse_carried, prompt_scores
+from services.engine.fake import continuation, parse_carried
 from services.engine.paged.shell import pulling
 from services.engine.paged.shell.pulling import PullBounds
 from services.engine.sglang.directory import look_up

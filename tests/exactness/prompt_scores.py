@@ -1,4 +1,4 @@
-"""What transformers says of a prompt's tokens, to hold what an engine tells against."""
+"""What transformers and the fake engine say of a prompt's tokens, to hold what an engine tells against."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from exactness.reference import forced_logits
+from services.engine.fake import VOCAB_SIZE, FakeModel, scores
+from services.values.kv import KvGroup
 from services.values.prompt_logprobs import PromptLogprobs
 
 _TOLERANCE = 5e-4  # of float32, and experts that mix
@@ -26,3 +28,14 @@ def check_scores(
         best = row.topk(told.num_top)
         assert [token_id for token_id, _ in scored.top] == best.indices.tolist()
         assert [logprob for _, logprob in scored.top] == pytest.approx(best.values.tolist(), abs=_TOLERANCE)
+
+
+def prompt_scores(
+    ids: Sequence[int], start: int, num_top: int, carried: Sequence[KvGroup] = ()
+) -> PromptLogprobs:
+    """Return what a FakeRunner must report of a prompt's tokens from `start` on, at least 1."""
+    model, told = FakeModel(ids[:start], carried), []
+    for token in ids[start:]:
+        told.append(scores(model.total, len(model.values[0]), token, VOCAB_SIZE, num_top))
+        model.take(token)
+    return PromptLogprobs.joined(told, num_top)

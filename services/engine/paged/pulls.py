@@ -90,10 +90,6 @@ class Pulls:
     # -- what others may read -----------------------------------------------------------------------
 
     @property
-    def num_grants(self) -> int:
-        return len(self._granted)
-
-    @property
     def num_holders(self) -> int:
         return len(self._granted) + len(self.taking)
 

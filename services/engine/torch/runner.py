@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.drafters import DraftFailures
-from services.engine.paged.model_runner import Chunk, DraftModel, Sampled, keep_accepted
+from services.engine.paged.model_runner import Chunk, Sampled, keep_accepted
 from services.engine.torch.adapters import TorchAdapters
 from services.engine.torch.checkpoint import (
     Checkpoint,
@@ -37,16 +37,16 @@ from services.grammar.matcher import MaskCounts
 from services.kv.tails import PoolSizes
 from services.tier.copies import Staging
 from services.values.errors import ConfigError, ProtocolError
-from services.values.kv import KvLayout, PageId, PoolMemory
+from services.values.kv import PageId, PoolMemory
 
-# A step's drafts need memory only for a moment, so this limit is never reached.
-_MAX_STEP_DRAFTS = 1 << 20
 # The draft model's graphs get what the others leave of the budget, and this share of it at least.
 _DRAFT_SHARE = 4
 
 
 class TorchRunner:
     """This class implements ModelRunner. It is made, called and closed on one thread."""
+
+    max_step_drafts = 1 << 20  # A step's drafts need memory only for a moment, so this is never reached.
 
     def __init__(
         self,
@@ -121,21 +121,17 @@ class TorchRunner:
         budget = graph_budget(self._device, graph_mib)
         self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens, max_drafts)
         left = max(budget // _DRAFT_SHARE, budget - self._graphs.bytes)
-        self._draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
+        self.draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
-        kv = self._draft.kv if self._draft is not None else None
-        self._layout = replace(self._pools.layout, draft=kv)
-        self._adapters = TorchAdapters(self._model.model, self._model.linear_sizes, self._device)
+        kv = self.draft.kv if self.draft is not None else None
+        self.layout = replace(self._pools.layout, draft=kv)
+        self.adapters = TorchAdapters(self._model.model, self._model.linear_sizes, self._device)
         for name, directory in (lora or {}).items():
-            self._adapters.put(self._adapters.read(name, directory))
-        self._vocab_size = checkpoint.vocab_size
-        self._max_context_tokens = checkpoint.max_context_tokens
+            self.adapters.put(self.adapters.read(name, directory))
+        self.vocab_size = checkpoint.vocab_size
+        self.max_context_tokens = checkpoint.max_context_tokens
         self._masks = StepMasks(checkpoint.vocab_size)
         self._launched: Callable[[], None] = lambda: None
-
-    @property
-    def layout(self) -> KvLayout:
-        return self._layout
 
     @property
     def memory(self) -> PoolMemory:
@@ -144,26 +140,6 @@ class TorchRunner:
     @property
     def carried_memory(self) -> tuple[PoolMemory, ...]:
         return self._pools.memory[1:]
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def max_context_tokens(self) -> int:
-        return self._max_context_tokens
-
-    @property
-    def draft(self) -> DraftModel | None:
-        return self._draft
-
-    @property
-    def max_step_drafts(self) -> int:
-        return _MAX_STEP_DRAFTS
-
-    @property
-    def adapters(self) -> TorchAdapters:
-        return self._adapters
 
     @property
     def steps_by_way(self) -> Mapping[str, int]:
@@ -187,7 +163,7 @@ class TorchRunner:
         """
         if not chunks:
             return []
-        page_size, loaded = self._layout.page_size, self._adapters.loaded
+        page_size, loaded = self.layout.page_size, self.adapters.loaded
         for chunk in chunks:
             num_tokens = len(chunk.token_ids)
             if not num_tokens or len(chunk.pages) * page_size < chunk.start + num_tokens:
@@ -198,7 +174,7 @@ class TorchRunner:
             if chunk.adapter is not None and chunk.adapter not in loaded:
                 raise ProtocolError(f"adapter {chunk.adapter} is not loaded")
         try:
-            with self._adapters.computing(chunks) if self._adapters.loaded else nullcontext():
+            with self.adapters.computing(chunks) if self.adapters.loaded else nullcontext():
                 results = self._run(chunks)
             finish_step(self._device)
         except BaseException as error:
@@ -213,8 +189,8 @@ class TorchRunner:
         finish_step(self._device)  # A transfer may get a slot next, and no stream orders that.
 
     def read_pages(self, pages: Sequence[PageId], group: int = 0) -> Iterator[memoryview]:
-        if self._draft is not None and group == len(self._pools.layout.groups):
-            return self._draft.read_pages(pages)
+        if self.draft is not None and group == len(self._pools.layout.groups):
+            return self.draft.read_pages(pages)
         return self._pools.read(pages, group)
 
     def staging(self, slot_bytes: int) -> Staging | None:
@@ -225,7 +201,7 @@ class TorchRunner:
     @property
     def units(self) -> tuple[Tensor, ...]:
         """Return the bytes of each pool, uint8 [num_units, unit_bytes], in the order of the layout's."""
-        drafts = () if self._draft is None else (self._draft.units,)
+        drafts = () if self.draft is None else (self.draft.units,)
         return (*self._pools.units, *drafts)
 
     def _as_stored(self, checkpoint: Checkpoint, form: WeightsForm | None) -> int:
@@ -268,7 +244,7 @@ class TorchRunner:
             if computed is None:  # Python launches its kernels one by one, and the device waits for it.
                 computed = self._model.compute(self._pools, chunks, rows, keeps_layers=scores)
             if scores:
-                report_scores(chunks, computed.logits_of, self._vocab_size)
+                report_scores(chunks, computed.logits_of, self.vocab_size)
             allowed = masks.end() if masks is not None else NO_MASKS
             choose = self._sampler or sample
             choosing = [each for each in tokens if each.sample]
@@ -279,14 +255,14 @@ class TorchRunner:
                 computed.keep([len(choices) for chunk, choices in drafted if chunk.num_drafts])
             else:
                 kept = [(next(sampled),) if chunk.sample else () for chunk in chunks]
-            if self._draft is not None and not self._draft_failures.gave_up:
+            if self.draft is not None and not self._draft_failures.gave_up:
                 with self._draft_failures.noting():
-                    self._draft.compute_with(chunks)
+                    self.draft.compute_with(chunks)
         return kept
 
     def close(self) -> None:
-        if self._draft is not None:
-            self._draft.close()
+        if self.draft is not None:
+            self.draft.close()
         self._masks.close()
         self._graphs.close()
         self._pools.close()

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Command = Callable[[TransferTable], None]
 
+_MAX_POST_BYTES = 64 * 2**20
 _SPINS = 50  # So many idle polls follow each other without a pause: about the time of a small write.
 _MIN_PAUSE_S = 50e-6
 _MAX_PAUSE_S = 1e-3
@@ -54,23 +55,19 @@ class KvSender:
         *,
         read_pages: ReadPages,
         clock: Callable[[], float] = time.monotonic,
-        max_post_bytes: int = 64 * 2**20,
-        max_post_s: float = 30.0,
         heard_s: Callable[[], float] | None = None,
         on_crash: Callable[[Exception], object] = lambda error: None,
     ) -> None:
         """`memories` are as in `Hello.of`, and `heard_s` is as for TransferTable; any thread may call it.
 
-        A post may take `max_post_s`, or longer while other writes to its decode rank land. `on_crash` is
-        called from the thread if a bug ends it, or on TransportBroken: nothing can be sent any more.
+        `on_crash` is called from the thread if a bug ends it, or on TransportBroken: nothing can be sent any
+        more.
         """
         self._open_transport = open_transport
         self._memories = memories
         self._layout = layout
         self._own_id = own_id
         self.clock = clock
-        self._max_post_bytes = max_post_bytes
-        self._max_post_s = max_post_s
         self._heard_s = heard_s
         self._read_pages = read_pages
         self._on_crash = on_crash
@@ -252,10 +249,9 @@ class KvSender:
                 self._layout,
                 self._own_id,
                 self.clock,
-                self._max_post_bytes,
+                _MAX_POST_BYTES,
                 self._read_pages,
-                self._max_post_s,
-                self._heard_s,
+                heard_s=self._heard_s,
             )
             self._stopped = self._untouched = False
         except BaseException as error:

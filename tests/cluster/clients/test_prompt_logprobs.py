@@ -7,7 +7,8 @@ import pytest
 
 from cluster.harness import FakeCluster, ids_request, prompt_of
 from etcd.real_etcd import until
-from services.engine.fake import continuation, prompt_scores
+from exactness.prompt_scores import prompt_scores
+from services.engine.fake import continuation
 from services.router.request import response_stream
 from services.wire.isthmus.v1 import generation_pb2
 

@@ -8,7 +8,8 @@ import pytest
 
 from engine.paged.draft_ranks import draft_with
 from engine.pair import FAKE, Pair, core_of
-from services.engine.fake import continuation, parse_carried, prompt_scores
+from exactness.prompt_scores import prompt_scores
+from services.engine.fake import continuation, parse_carried
 from services.engine.fake_draft import parse_draft
 from services.kv.ticket import StartsWithinPage
 from services.kv.transfer_plan import moved_bytes

@@ -34,10 +34,6 @@ class Residuals:
         self._last: WaitingSum | None = None
         self._waits = False  # The last sum is not computed.
 
-    @property
-    def num_found(self) -> int:
-        return len(self._noted)
-
     @contextmanager
     def fusing(self) -> Iterator[None]:
         """Compute a pass while this is open."""
