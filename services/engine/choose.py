@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from services.engine.base import DecodeEngine, PrefillEngine
 from services.engine.engine_config import EngineConfig
+from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.shell.decode_engine import PagedDecodeEngine
 from services.engine.paged.shell.paged_engine import CacheSettings
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from services.engine.sglang.service.nodes import Follower
     from services.engine.sglang.service.sglang_settings import SglangSettings
     from services.engine.sglang.service.worker import SglangWorker
+
+E = TypeVar("E", PagedDecodeEngine, PagedPrefillEngine)
 
 
 def decode_engines(settings: EngineConfig, own_ids: Sequence[RankId]) -> Sequence[DecodeEngine]:
@@ -44,38 +47,29 @@ def prefill_engines(settings: EngineConfig, own_ids: Sequence[RankId]) -> Sequen
     return [SglangPrefillEngine(worker, own_id) for own_id in own_ids]
 
 
-def decode_engine(settings: EngineConfig, own_id: RankId) -> DecodeEngine:
+def decode_engine(settings: EngineConfig, own_id: RankId) -> PagedDecodeEngine:
     """Return the decode engine that the settings name, not started. Raises ConfigError."""
-    pulls = settings.pulls(Role.DECODE)
-    return PagedDecodeEngine(
-        _runner_factory(settings, Role.DECODE),
-        partial(_open_listener, settings),
-        own_id,
-        limits=settings.limits(Role.DECODE),
-        cache=_cache(settings, Role.DECODE, own_id),
-        lease=settings.lease,
-        open_writer=partial(_open_writer, settings) if pulls else None,
-        pulls=pulls,
-        digest_share=settings.kv_digest_share,
-        speculation=settings.speculates,
-        model_directory=settings.model_directory,
-        open_channel=partial(open_channel, tls=settings.tls()),
-    )
+    return _paged(PagedDecodeEngine, settings, Role.DECODE, own_id)
 
 
 def prefill_engine(settings: EngineConfig, own_id: RankId) -> PagedPrefillEngine:
     """Return the prefill engine that the settings name, not started. Raises ConfigError."""
-    pulls = settings.pulls(Role.PREFILL)
-    return PagedPrefillEngine(
-        _runner_factory(settings, Role.PREFILL),
-        partial(_open_writer, settings),
+    return _paged(PagedPrefillEngine, settings, Role.PREFILL, own_id)
+
+
+def _paged(kind: type[E], settings: EngineConfig, role: Role, own_id: RankId) -> E:
+    pulls = settings.pulls(role)
+    return kind(
+        _runner_factory(settings, role),
         own_id,
-        limits=settings.limits(Role.PREFILL),
-        cache=_cache(settings, Role.PREFILL, own_id),
-        lends=pulls,
-        open_listener=partial(_open_listener, settings) if pulls else None,
+        limits=settings.limits(role),
+        cache=_cache(settings, role, own_id),
         lease=settings.lease,
+        open_writer=partial(_open_writer, settings) if pulls or role is Role.PREFILL else None,
+        open_listener=partial(_open_listener, settings) if pulls or role is Role.DECODE else None,
+        pulls=pulls,
         digest_share=settings.kv_digest_share,
+        speculation=settings.speculates if role is Role.DECODE else Speculation(),
         model_directory=settings.model_directory,
         open_channel=partial(open_channel, tls=settings.tls()),
     )

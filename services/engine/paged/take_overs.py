@@ -60,7 +60,7 @@ class TakeOvers:
         return 0 if was_cut else self._cache.available_pages * self._cache.page_size
 
     def begin(self, seq: sequence.Sequence, idle_s: float, protected_tokens: int) -> Reserved | Declined:
-        end, held = self._whole(len(seq.ids)), self._held(seq)
+        end, held = self._whole(len(seq.ids)), self.held_tokens(seq)
         if held >= end:
             return Declined("", held)
         if not self._cache.enabled:
@@ -102,9 +102,6 @@ class TakeOvers:
         seq.pages = None
         self._gate.note_news()
 
-    def held_tokens(self, seq: sequence.Sequence) -> int:
-        return self._held(seq)
-
     # -- what is taken over from here -------------------------------------------------------------
 
     def list_idle(self) -> list[IdlePrefix]:
@@ -113,7 +110,7 @@ class TakeOvers:
     def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
         return spell(prefix.node)
 
-    def _held(self, seq: sequence.Sequence) -> int:
+    def held_tokens(self, seq: sequence.Sequence) -> int:
         found = self._cache.look_up(seq.ids, seq.request.kv_scope)
         return self._carried.resumable(found.deepest, found.cached_pages * self._cache.page_size)
 

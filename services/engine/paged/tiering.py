@@ -159,6 +159,10 @@ class Tiering:
     def attach(self, hooks: FillHooks) -> None:
         self._hooks = hooks
 
+    def lose(self, is_lost: bool) -> None:
+        """Do without the thread, which hangs, or with it again."""
+        self.is_lost = is_lost
+
     @property
     def idle_s(self) -> float | None:
         """Return the seconds until `turn` is due without any finished copy, or None where it is not due."""

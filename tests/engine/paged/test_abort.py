@@ -8,7 +8,7 @@ import pytest
 from engine.pair import FAKE, Pair, eager
 from services.engine.fake import continuation, parse_carried
 from services.engine.paged.sequence import Phase
-from services.engine.paged.shell.decode_engine import WriteLease
+from services.engine.paged.shell.delta import WriteLease
 from services.transfer.local import _LandedWrite
 from services.values.rank import Plan
 

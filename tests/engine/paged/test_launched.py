@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from services.engine.paged.core_events import Token
-from services.engine.paged.shell.engine_thread import EngineThread, Stop, Submit
+from services.engine.paged.shell.engine_thread import EngineThread, Stop
 from services.values.request import FinishReason
 
 LAST = Token(9, None, FinishReason.STOP)
@@ -65,7 +65,7 @@ def reported(steps, is_told=True):
         core.log.extend([event for _, event in report.events] for _ in range(bool(report.events)))
 
     core.thread = EngineThread(lambda: core, deliver, lambda error: None, Loop())
-    core.thread.post(Submit("seq"))
+    core.thread.submit("seq")
     core.thread._live()
     return core.log
 

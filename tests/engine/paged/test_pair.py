@@ -204,16 +204,16 @@ async def test_pages_go_out_while_the_loop_stands_still():
     """They go from the engine's thread to the sender's; the loop has no part in it."""
     async with Pair(replace(FAKE, fake_step_s=0.02)) as pair:
         sender, posted = pair.prefill.sender, []
-        open_transfer, post = sender.open_transfer, pair.prefill.post
+        open_transfer, submit = sender.open_transfer, pair.prefill.submit
         sender.open_transfer = lambda *args, **kwargs: posted.append("open") or open_transfer(*args, **kwargs)
-        pair.prefill.post = lambda command: posted.append(type(command).__name__) or post(command)
+        pair.prefill.submit = lambda seq: posted.append("submit") or submit(seq)
         task = asyncio.create_task(pair.generate(range(60), 4))
         async with asyncio.timeout(20):
             while not any(
                 transfer_id.delta is not None for transfer_id in sender._transfers._transfers.values()
             ):
                 await asyncio.sleep(0.001)
-        assert posted == ["open", "Submit"]  # or the first pages would find no room
+        assert posted == ["open", "submit"]  # or the first pages would find no room
         deadline_s = time.monotonic() + 20
         while sender.bytes_moved_total < 15 * PAGE_BYTES and time.monotonic() < deadline_s:
             time.sleep(0.001)

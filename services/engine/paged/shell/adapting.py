@@ -8,13 +8,10 @@ what separates KV.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.engine.paged.model_runner import ModelRunner
-from services.engine.paged.shell.engine_thread import ChangeRunner
 from services.values.adapter import Adapter
 from services.values.errors import InvalidRequest, NotFound, Unavailable
 from services.values.request import GenerationRequest
@@ -44,13 +41,10 @@ class ThreadLoader:
         return self._engine.runner.adapters.read(name, directory)
 
     async def put(self, read: Any) -> None:
-        await self._change(lambda runner: runner.adapters.put(read))
+        await self._engine.ask(lambda core: core.runner.adapters.put(read))
 
     async def drop(self, adapter: Adapter) -> None:
-        await self._change(lambda runner: runner.adapters.drop(adapter))
-
-    async def _change(self, change: Callable[[ModelRunner], None]) -> None:
-        await self._engine.answer(partial(ChangeRunner, change))
+        await self._engine.ask(lambda core: core.runner.adapters.drop(adapter))
 
 
 class Adapting:

@@ -10,31 +10,25 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from services.engine.base import RemotePrefill
-from services.engine.paged.admitting import Limits
 from services.engine.paged.core_events import Reserved, Token
-from services.engine.paged.drafters import Speculation
-from services.engine.paged.model_runner import ModelRunner, Sampled, check_told
+from services.engine.paged.model_runner import Sampled, check_told
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.shell.delta import DEFAULT_LEASE, Delta, WriteLease
-from services.engine.paged.shell.engine_thread import Cancel, DeltaLanded, Renegotiate, Submit
-from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox
-from services.engine.paged.shell.transferring_engine import OpenChannel, TransferringEngine
+from services.engine.paged.shell.delta import Delta
+from services.engine.paged.shell.paged_engine import Mailbox
+from services.engine.paged.shell.transferring_engine import TransferringEngine
 from services.grammar.matcher import Matcher
 from services.kv.transfer_plan import carried_by_kind, moved_bytes
-from services.net import channels
 from services.transfer.receiving.sender_links import SenderLink
 from services.transfer.receiving.transfer_watch import Landed
 from services.transfer.sending.handshake_server import HandshakeService
-from services.transfer.transport import Transport
 from services.transfer.waits import both
 from services.values.errors import PeerFailed, ProtocolError, StaleGeneration
 from services.values.kv import KvLayout
 from services.values.prompt_logprobs import PromptLogprobs
-from services.values.rank import Plan, RankAddress, RankId, Rendezvous, TransferId
+from services.values.rank import Plan, RankAddress, Rendezvous, TransferId
 from services.values.request import Admitted, GenerationRequest, Output, PrefillResult, Pulled
 
 log = logging.getLogger(__name__)
@@ -62,46 +56,6 @@ class PagedDecodeEngine(TransferringEngine):
     plans = frozenset(Plan)
     moves_penalties = True
 
-    def __init__(
-        self,
-        make_runner: Callable[[], ModelRunner],
-        open_listener: Callable[[], Transport],
-        own_id: RankId,
-        *,
-        limits: Limits,
-        cache: CacheSettings,
-        lease: WriteLease = DEFAULT_LEASE,
-        open_writer: Callable[[], Transport] | None = None,
-        pulls: bool = False,
-        digest_share: float = 0.0,
-        speculation: Speculation | None = None,
-        model_directory: Path | None = None,
-        open_channel: OpenChannel = channels.open_channel,
-    ) -> None:
-        """It lends what it holds if it has an `open_writer`, and asks sources if `pulls` is set."""
-        super().__init__(
-            make_runner,
-            own_id,
-            limits=limits,
-            cache=cache,
-            lease=lease,
-            digest_share=digest_share,
-            speculation=speculation,
-            model_directory=model_directory,
-            open_channel=open_channel,
-            lends=open_writer is not None,
-            pulls=pulls,
-        )
-        self._open_listener = open_listener
-        self._open_writer = open_writer
-
-    async def start(self) -> None:
-        await super().start()
-        # It starts first, because UCX reports the paths that it chooses to the first agent.
-        if self._open_writer is not None:
-            await self._start_sender(self._open_writer)
-        self._start_links(self._open_listener())
-
     def _sender_crashed(self, error: BaseException) -> None:
         """Lend nothing any more, and refuse those that ask. No request of this rank needs the sender."""
         log.critical("lending_ended rank=%s reason=%r", self._own_id, error)
@@ -121,7 +75,7 @@ class PagedDecodeEngine(TransferringEngine):
         constraint_s = time.monotonic() - asked if matcher is not None else 0.0
         seq = self._sequence(request, receives=remote_prefill is not None, matcher=matcher)
         with self.mailbox(seq) as mailbox:
-            self.post(Submit(seq))
+            self.submit(seq)
             try:
                 reserved = await _next(mailbox, Reserved)
                 # Events come at the end of a step, so a first chunk of the prompt may be computed by now.
@@ -140,7 +94,7 @@ class PagedDecodeEngine(TransferringEngine):
                     token = tokens[-1]
                     yield _output(tokens)
             finally:
-                self.post(Cancel(seq))  # This has no effect on a sequence that has ended.
+                self.post(lambda core: core.cancel(seq))  # This has no effect on a sequence that has ended.
 
     async def _receive(
         self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
@@ -173,7 +127,8 @@ class PagedDecodeEngine(TransferringEngine):
             delta.give_up()
             raise
         first_token = Sampled(prefill.first_token_id, prefill.first_token_logprobs)
-        self.post(DeltaLanded(seq, first_token, _draft_end(seq, link.layout, prefill)))
+        draft_end = _draft_end(seq, link.layout, prefill)
+        self.post(lambda core: core.landed(seq, first_token, draft_end=draft_end))
         waited_s = time.monotonic() - began
         pull_s = prefill.pulled.seconds if prefill.pulled is not None else 0.0
         transfer_s = max(0.0, waited_s - prefill.queue_s - pull_s - prefill.compute_s)
@@ -251,7 +206,7 @@ class _Delta(Delta):
     async def renegotiate(self, start: int) -> None:
         _check_earlier(start, self.start, self.engine.layout.page_size)
         log.info("kv_renegotiated prefix=%d start=%d", self.start, start)
-        self.engine.post(Renegotiate(self._seq, start))
+        self.engine.post(lambda core: core.renegotiate(self._seq, start))
         self.reserve(await self._reserved_again.get())
 
     async def attend(self, mailbox: Mailbox) -> None:

@@ -36,9 +36,6 @@ class WriteLease:
         return self.write_lease_s / 3
 
 
-DEFAULT_LEASE = WriteLease()
-
-
 class Delta:
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """This thread owns a rank's state.
 
-asyncio posts frozen commands on one queue. The thread applies them between steps and reports to the loop what
-happened, with one `call_soon_threadsafe` a step; on a GPU mostly while the device computes the next one.
+asyncio posts commands on one queue: functions, which the thread calls with its core between two steps. It
+reports to the loop what happened, with one `call_soon_threadsafe` a step; on a GPU mostly while the device
+computes the next one.
 Pages that a prefill rank offers go directly from here to the sender's thread, not through the loop. No other
 thread touches the core.
 
@@ -19,19 +20,13 @@ from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported, Reserved
-from services.engine.paged.drafters import Drafting
-from services.engine.paged.model_runner import ModelRunner, RunnerFailed, Sampled
-from services.engine.paged.pulls import Granted, Refused
+from services.engine.paged.core_events import Carried, Failed, Offer, Offered, Reported
+from services.engine.paged.model_runner import RunnerFailed
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.take_overs import Declined
-from services.kv.hand_over import IdlePrefix
 from services.process.iteration_watch import IterationWatch, stack_of
 from services.values.errors import IsthmusError, Unavailable
-from services.values.kv import NO_EVENTS, CacheEvents, PageBooks, PullRequest
-from services.values.rank import TransferId
+from services.values.kv import NO_EVENTS, CacheEvents
 from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
@@ -43,151 +38,13 @@ T = TypeVar("T")
 _MAX_FAILED_STEPS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Submit:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaLanded:
-    seq: Sequence
-    first_token: Sampled
-    draft_end: int = 0  # The draft model's KV landed, too, up to here; it is in tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class Renegotiate:
-    seq: Sequence
-    start: int  # It is in tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    seq: Sequence
-    quarantine: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EndQuarantine:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEnded:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    request: PullRequest
-    answer: Callable[
-        [Granted | Refused], None
-    ]  # The engine's thread calls it: it must neither raise nor wait.
-
-
-@dataclass(frozen=True, slots=True)
-class EndGrant:
-    transfer_id: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class PullUpTo:
-    seq: Sequence
-    end: int  # It is in tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class PullLanded:
-    seq: Sequence
-    end: int  # It is in tokens.
-    with_draft: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PullFailed:
-    seq: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class SetAside:
-    seq: Sequence
-    transfer_id: TransferId
-    end: int  # It is in tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class EndAside:
-    transfer_id: TransferId
-
-
-@dataclass(frozen=True, slots=True)
-class BeginTakeOver:
-    seq: Sequence
-    idle_s: float
-    protected_tokens: int
-    answer: Callable[[Reserved | Declined], None]
-
-
-@dataclass(frozen=True, slots=True)
-class EndTakeOver:
-    seq: Sequence
-    # It gets the tokens held here now, and those for which there is space.
-    answer: Callable[[tuple[int, int]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ListIdle:
-    answer: Callable[[list[IdlePrefix]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Spell:
-    prefix: IdlePrefix
-    answer: Callable[[tuple[int, ...] | None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckBooks:
-    answer: Callable[[PageBooks | AssertionError], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRunner:
-    change: Callable[[ModelRunner], None]  # It must not raise.
-    answer: Callable[[None], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeRole:
-    """The rank serves in its other role from now on. Nothing runs."""
-
-    limits: Limits
-    drafting: Drafting | None
-
-
-@dataclass(frozen=True, slots=True)
-class TierNews:
-    """A copy between the pool and a tier has ended, and the next step handles it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUpTiers:
-    """The tier's thread hangs; with `are_back` it does so no more."""
-
-    are_back: bool = False
+# It must neither wait nor raise: an error in it is a bug, which ends the engine.
+Command = Callable[[EngineCore], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
     free: bool  # The pool is to be freed too, because no transfer touches it any more.
-
-
-PullCommand = Grant | EndGrant | PullUpTo | PullLanded | PullFailed | SetAside | EndAside
-HandOverCommand = BeginTakeOver | EndTakeOver | ListIdle | Spell
-TierCommand = TierNews | GiveUpTiers
-RankCommand = ChangeRunner | ChangeRole | CheckBooks | Stop
-OwnCommand = Submit | DeltaLanded | Renegotiate | Cancel | EndQuarantine | TransferEnded
-Command = OwnCommand | PullCommand | HandOverCommand | TierCommand | RankCommand
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +71,7 @@ class EngineThread:
         self._deliver = deliver
         self._on_crash = on_crash
         self._loop = loop
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._inbox: SimpleQueue[Command | Stop] = SimpleQueue()
         self._failures: list[tuple[Sequence, Failed]] = []
         self._held: list[tuple[Sequence, Reported]] = []  # The next step reports these when it is launched.
         self._may_hold = False
@@ -229,8 +86,22 @@ class EngineThread:
         self._thread.start()
         return await self._started
 
-    def post(self, command: Command) -> None:
+    def post(self, command: Command | Stop) -> None:
         self._inbox.put(command)
+
+    def submit(self, seq: Sequence) -> None:
+        self.post(partial(self._submit, seq))
+
+    def ask(self, question: Callable[[EngineCore], T]) -> asyncio.Future[T]:
+        """Return what a command returns."""
+        answered: asyncio.Future[T] = self._loop.create_future()
+
+        def tell(answer: T) -> None:
+            if not answered.done():
+                answered.set_result(answer)
+
+        self.post(lambda core: self._call(tell, question(core)))
+        return answered
 
     def report_to(
         self,
@@ -309,11 +180,11 @@ class EngineThread:
                 if isinstance(command, Stop):
                     self._frees = command.free
                     return False
-                self._apply(core, command)
+                command(core)
         except Empty:
             return True
 
-    def _next_command(self, wait: bool, core: EngineCore) -> Command:
+    def _next_command(self, wait: bool, core: EngineCore) -> Command | Stop:
         if not wait:
             return self._inbox.get_nowait()
         self.watch.rests()
@@ -322,52 +193,11 @@ class EngineThread:
         finally:
             self.watch.begins()
 
-    def _apply(self, core: EngineCore, command: Command) -> None:
-        match command:
-            case Submit(seq):
-                try:
-                    core.submit(seq)
-                except IsthmusError as error:
-                    self._failures.append((seq, Failed(error)))
-            case DeltaLanded(seq, first_token, draft_end):
-                core.landed(seq, first_token, draft_end=draft_end)
-            case Renegotiate(seq, start):
-                core.renegotiate(seq, start)
-            case Cancel(seq, quarantine):
-                core.cancel(seq, quarantine=quarantine)
-            case EndQuarantine(seq):
-                core.end_quarantine(seq)
-            case TransferEnded(seq):
-                core.transfer_ended(seq)
-            case CheckBooks(answer):
-                self._call(answer, _checked(core))
-            case ChangeRunner(change, changed):
-                change(core.runner)
-                self._call(changed, None)
-            case ChangeRole(limits, drafting):
-                core.change_role(limits, drafting)
-            case TierNews():
-                pass
-            case GiveUpTiers(are_back):
-                assert core.tiers is not None
-                core.tiers.is_lost = not are_back
-            case BeginTakeOver() | EndTakeOver() | ListIdle() | Spell():
-                self._apply_to_hand_over(core, command)
-            case _:
-                _apply_to_pull(core, command)
-
-    def _apply_to_hand_over(self, core: EngineCore, command: HandOverCommand) -> None:
-        taking = core.pulls.taking
-        match command:
-            case BeginTakeOver(seq, idle_s, protected_tokens, answer):
-                self._call(answer, taking.begin(seq, idle_s, protected_tokens))
-            case EndTakeOver(seq, tell):
-                taking.end(seq)
-                self._call(tell, (taking.held_tokens(seq), taking.room_tokens(seq)))
-            case ListIdle(tell_all):
-                self._call(tell_all, taking.list_idle())
-            case Spell(prefix, tell_ids):
-                self._call(tell_ids, taking.spell(prefix))
+    def _submit(self, seq: Sequence, core: EngineCore) -> None:
+        try:
+            core.submit(seq)
+        except IsthmusError as error:
+            self._failures.append((seq, Failed(error)))
 
     def _step(self, core: EngineCore) -> None:
         try:
@@ -424,26 +254,6 @@ class EngineThread:
             log.debug("engine_loop_closed")
 
 
-def _apply_to_pull(core: EngineCore, command: Command) -> None:
-    match command:
-        case Grant(request, answer):
-            ids, salt = request.token_ids, request.cache_salt
-            if (granted := core.pulls.grant(request.transfer_id, ids, salt, request.least_end)) is not None:
-                answer(granted)
-        case EndGrant(transfer_id):
-            core.pulls.grant_ended(transfer_id)
-        case PullUpTo(seq, end):
-            core.pulls.up_to(seq, end)
-        case PullLanded(seq, end, with_draft):
-            core.pulls.landed(seq, end, with_draft=with_draft)
-        case PullFailed(seq):
-            core.pulls.failed(seq)
-        case SetAside(seq, transfer_id, end):
-            core.pulls.set_aside(seq, transfer_id, end)
-        case EndAside(transfer_id):
-            core.pulls.end_aside(transfer_id)
-
-
 def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
     steps = CounterMetricFamily(
         "isthmus_steps",
@@ -453,10 +263,3 @@ def steps_metric(steps_by_way: Mapping[str, int]) -> Iterator[Metric]:
     for way, count in steps_by_way.items():
         steps.add_metric([way], count)
     yield steps
-
-
-def _checked(core: EngineCore) -> PageBooks | AssertionError:
-    try:
-        return core.check()
-    except AssertionError as error:
-        return error

@@ -21,16 +21,7 @@ from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import ModelRunner, scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.adapting import Adapting, ThreadLoader
-from services.engine.paged.shell.engine_thread import (
-    ChangeRole,
-    CheckBooks,
-    Command,
-    EngineThread,
-    GiveUpTiers,
-    StepReport,
-    TierNews,
-    steps_metric,
-)
+from services.engine.paged.shell.engine_thread import Command, EngineThread, StepReport, steps_metric
 from services.engine.paged.shell.tiers import TierSettings, open_tiers, tier_metrics
 from services.engine.paged.shell.warm_up import warm_up
 from services.engine.paged.tiering import Tiering
@@ -40,7 +31,6 @@ from services.kv.carried_cache import CarriedCache
 from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
 from services.process.iteration_watch import IterationWatch, until_it_goes_on, until_it_hangs
-from services.tier.thread import TierThread
 from services.values.errors import Unavailable
 from services.values.kv import NO_EVENTS, CacheEvents, KvLayout, PageBooks, PageId, PoolMemory
 from services.values.rank_reports import ConstraintCounts, RankLoad
@@ -120,24 +110,24 @@ class Mailbox:
 class PagedEngine:
     reports_checkpoints = True
     takes_turns = True
+    _offer: Callable[[Offer], None] | None = None  # EngineThread calls it.
 
     def __init__(
         self,
         make_runner: Callable[[], ModelRunner],
         limits: Limits,
         cache: CacheSettings,
-        speculation: Speculation | None = None,
-        model_directory: Path | None = None,
+        speculation: Speculation,
+        model_directory: Path | None,
     ) -> None:
         self._make_runner = make_runner
         self._limits = limits
-        self._speculation = speculation or Speculation()
+        self._speculation = speculation
         self._cache_settings = cache
         self._model_directory = model_directory
         self._grammars = Grammars(None, 0)
         self._thread: EngineThread | None = None
         self._core: EngineCore | None = None
-        self._offer: Callable[[Offer], None] | None = None  # EngineThread calls it.
         self._mailboxes: dict[Sequence, Mailbox] = {}
         self._arrivals = 0
         self._load = RankLoad()
@@ -203,7 +193,7 @@ class PagedEngine:
             limit_s = max(self._limits.step_limit_s, _WARM_UPS * self._warm_up_s)
             self._watch(thread.watch, limit_s, thread.abandon, EngineHangs())
             if self._tiers is not None:
-                hangs = self._give_up_while_hanging(self._tiers.thread)
+                hangs = self._give_up_while_hanging(self._tiers)
                 self._watching.append(asyncio.create_task(hangs, name="tier_hangs"))
 
     def succeed(self, before: Engine) -> None:
@@ -222,19 +212,19 @@ class PagedEngine:
         self._load = before._load  # The thread may be at work, and reports once it has changed its role.
         thread.report_to(self._deliver, self._fail_all, self._offer)
         drafting = self._speculation.drafting(core.runner, self._limits.itl_target_s)
-        thread.post(ChangeRole(self._limits, drafting))
+        thread.post(lambda core: core.change_role(self._limits, drafting))
         return thread, core
 
-    async def _give_up_while_hanging(self, thread: TierThread) -> None:
+    async def _give_up_while_hanging(self, tiers: Tiering) -> None:
         """Do without tiers while their thread hangs: a disk that does not answer must not end the rank."""
-        limit_s = self._limits.step_limit_s
+        thread, limit_s = tiers.thread, self._limits.step_limit_s
         while True:
             await until_it_hangs(thread.watch, limit_s)
             log.critical("tier_hangs limit_s=%g\n%s", limit_s, thread.stack())
-            self.post(GiveUpTiers())
+            self.post(lambda core: tiers.lose(True))
             await until_it_goes_on(thread.watch, limit_s)
             log.warning("tier_answers")
-            self.post(GiveUpTiers(are_back=True))
+            self.post(lambda core: tiers.lose(False))
 
     async def stop(self) -> None:
         """End every request with Unavailable and stop the thread, without waiting for one that hangs.
@@ -295,7 +285,7 @@ class PagedEngine:
         return _taken(self._below_events)
 
     async def books(self) -> PageBooks:
-        books = await self.answer(CheckBooks)
+        books = await self.ask(_checked)
         if isinstance(books, AssertionError):
             raise books
         return books
@@ -316,18 +306,14 @@ class PagedEngine:
 
     def post(self, command: Command) -> None:
         """Hand a command to the engine thread, from any thread; after a crash nothing happens."""
-        assert self._thread is not None, "the engine has not been started"
-        self._thread.post(command)
+        self._running_thread.post(command)
 
-    async def answer(self, command: Callable[[Callable[[T], None]], Command]) -> T:
-        answered: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    def submit(self, seq: Sequence) -> None:
+        self._running_thread.submit(seq)
 
-        def told(answer: T) -> None:
-            if not answered.done():
-                answered.set_result(answer)
-
-        self.post(command(told))
-        return await answered
+    def ask(self, question: Callable[[EngineCore], T]) -> asyncio.Future[T]:
+        """Return what a command returns."""
+        return self._running_thread.ask(question)
 
     @contextlib.contextmanager
     def mailbox(self, seq: Sequence) -> Iterator[Mailbox]:
@@ -358,6 +344,11 @@ class PagedEngine:
             return None
         matcher = self._grammars.matcher
         return await self._grammars.beside(matcher, constraint, output_ids, request.ending_ids)
+
+    @property
+    def _running_thread(self) -> EngineThread:
+        assert self._thread is not None, "the engine has not been started"
+        return self._thread
 
     @property
     def _running_core(self) -> EngineCore:
@@ -391,7 +382,7 @@ class PagedEngine:
         warm_up(runner, cache, carried, self._limits.chunk_size)
         self._warm_up_s = time.monotonic() - began
         drafting = self._speculation.drafting(runner, self._limits.itl_target_s)
-        clock, wake = time.monotonic, lambda: self.post(TierNews())
+        clock, wake = time.monotonic, lambda: self.post(lambda core: None)  # The next step handles the copy.
         opened = open_tiers(settings.tiers, runner, cache, carried, evict_ahead, clock, wake)
         self._tiers, self._tiers_left_out = opened
         return EngineCore(runner, cache, self._limits, clock, carried, drafting, self._tiers)
@@ -446,6 +437,13 @@ class PagedEngine:
         for seq, event in report.events:
             if (mailbox := self._mailboxes.get(seq)) is not None:
                 mailbox.put(event)
+
+
+def _checked(core: EngineCore) -> PageBooks | AssertionError:
+    try:
+        return core.check()
+    except AssertionError as error:
+        return error
 
 
 async def _taken(queue: EventQueue) -> AsyncIterator[CacheEvents]:

@@ -3,66 +3,21 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
-from services.engine.paged.admitting import Limits
 from services.engine.paged.core_events import Offer, Offered, Reserved, Token
-from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.sequence import Sequence
-from services.engine.paged.shell.delta import DEFAULT_LEASE, WriteLease
-from services.engine.paged.shell.engine_thread import Cancel, Submit, TransferEnded
-from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox
-from services.engine.paged.shell.transferring_engine import OpenChannel, TransferringEngine
-from services.net import channels
+from services.engine.paged.shell.paged_engine import Mailbox
+from services.engine.paged.shell.transferring_engine import TransferringEngine
 from services.transfer.sending.handshake_server import HandshakeService
 from services.transfer.sending.sending_transfer import Outcome, TransferEnd
-from services.transfer.transport import Transport
 from services.transfer.waits import both
 from services.values.errors import Aborted, IsthmusError, PeerFailed, ProtocolError, StaleGeneration
-from services.values.rank import RankId, Rendezvous
+from services.values.rank import Rendezvous
 from services.values.request import GenerationRequest, PrefillResult, Pulled
 
 
 class PagedPrefillEngine(TransferringEngine):
     """It implements services.engine.base.PrefillEngine. `sender` serves the Handshake stream."""
-
-    def __init__(
-        self,
-        make_runner: Callable[[], ModelRunner],
-        open_writer: Callable[[], Transport],
-        own_id: RankId,
-        *,
-        limits: Limits,
-        cache: CacheSettings,
-        lends: bool = False,
-        open_listener: Callable[[], Transport] | None = None,
-        lease: WriteLease = DEFAULT_LEASE,
-        digest_share: float = 0.0,
-        model_directory: Path | None = None,
-        open_channel: OpenChannel = channels.open_channel,
-    ) -> None:
-        """It pulls prefixes from sources if it has an `open_listener`."""
-        super().__init__(
-            make_runner,
-            own_id,
-            limits=limits,
-            cache=cache,
-            lease=lease,
-            digest_share=digest_share,
-            model_directory=model_directory,
-            open_channel=open_channel,
-            lends=lends,
-            pulls=open_listener is not None,
-        )
-        self._offer = self._hand_on
-        self._open_writer = open_writer
-        self._open_listener = open_listener
-
-    async def start(self) -> None:
-        await super().start()
-        await self._start_sender(self._open_writer)
-        if self._open_listener is not None:
-            self._start_links(self._open_listener())
 
     def handshake(self) -> HandshakeService:
         return self.handshake_of(self.sender)
@@ -78,7 +33,7 @@ class PagedPrefillEngine(TransferringEngine):
         with self.mailbox(seq) as mailbox:
             # Pages of a transfer that is not open are dropped, and the first may be offered at once.
             ended, computed = self._open_transfer(seq, rendezvous), _Computed(partial(self.pull, seq))
-            self.post(Submit(seq))
+            self.submit(seq)
             try:
                 (reserved, pulled, token), end = await both(
                     computed.wait(), _transfer_end(ended), computed.attend(mailbox)
@@ -91,7 +46,7 @@ class PagedPrefillEngine(TransferringEngine):
                 raise
             finally:
                 # This has no effect on a sequence that has ended; the transfer's end gives its pages back.
-                self.post(Cancel(seq))
+                self.post(lambda core: core.cancel(seq))
         return PrefillResult(
             first_token_id=token.token_id,
             first_token_logprobs=token.logprobs,
@@ -114,7 +69,7 @@ class PagedPrefillEngine(TransferringEngine):
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         def on_end(end: TransferEnd) -> None:
-            self.post(TransferEnded(seq))
+            self.post(lambda core: core.transfer_ended(seq))
             loop.call_soon_threadsafe(_set_result, ended, end)
 
         prompt_len = len(seq.request.all_ids)
@@ -123,7 +78,7 @@ class PagedPrefillEngine(TransferringEngine):
         )
         return ended
 
-    def _hand_on(self, event: Offer) -> None:  # The engine's thread calls this.
+    def _offer(self, event: Offer) -> None:  # The engine's thread calls this.
         if isinstance(event, Offered):
             self.sender.pages_ready(event.transfer_id, event.start_token, event.end_token, event.pages)
         else:

@@ -19,21 +19,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from services.engine.paged.core import EngineCore
 from services.engine.paged.core_events import Reserved
-from services.engine.paged.pulls import Granted, Refused
+from services.engine.paged.pulls import Refused
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.delta import Delta
-from services.engine.paged.shell.engine_thread import (
-    EndAside,
-    EndGrant,
-    Grant,
-    PullFailed,
-    PullLanded,
-    PullUpTo,
-    SetAside,
-)
 from services.kv.handshake import PullEffect, PullEvent, PullState, step_pull
 from services.transfer.receiving.sender_links import PullRefused, SenderConnections, SenderLink
+from services.transfer.receiving.transfer_watch import TransferWatch
 from services.transfer.sending.sender import KvSender
 from services.transfer.sending.sending_transfer import TransferEnd
 from services.transfer.waits import both, within
@@ -183,7 +176,7 @@ class _Pull:
 
     async def _reserve_up_to(self, end: int) -> None:
         if self._reserved.carried:
-            self._engine.post(PullUpTo(self._seq, end))
+            self._engine.post(lambda core: core.pulls.up_to(self._seq, end))
             # The engine's thread answers between two steps, and no other event may come after this command.
             self._reserved = await self._reserved_again.get()
 
@@ -246,14 +239,18 @@ class _Pull:
                 self._delta.watch.abort()
             case PullEffect.PUBLISH:
                 assert self._grant is not None
-                self._engine.post(PullLanded(self._seq, self._grant.end, self._grant.with_draft))
+                end, with_draft = self._grant.end, self._grant.with_draft
+                self._engine.post(lambda core: core.pulls.landed(self._seq, end, with_draft=with_draft))
             case PullEffect.SET_ASIDE:
                 assert self._grant is not None and self._delta is not None
-                self._engine.post(SetAside(self._seq, self._transfer_id, self._grant.end))
-                ended = partial(self._engine.post, EndAside(self._transfer_id))
-                self._engine.when_stopped(self._delta.watch, ended)
+                self._set_aside(self._grant.end, self._delta.watch)
             case PullEffect.COMPUTE:
-                self._engine.post(PullFailed(self._seq))
+                self._engine.post(lambda core: core.pulls.failed(self._seq))
+
+    def _set_aside(self, end: int, watch: TransferWatch) -> None:
+        engine, seq, transfer_id = self._engine, self._seq, self._transfer_id
+        engine.post(lambda core: core.pulls.set_aside(seq, transfer_id, end))
+        engine.when_stopped(watch, lambda: engine.post(lambda core: core.pulls.end_aside(transfer_id)))
 
     def _send_ticket(self) -> None:
         assert self._grant is not None and self._link is not None
@@ -300,10 +297,13 @@ class Lending:
         if request.holder_generation != self._own_id.generation or self._engine.is_stopping:
             self._sender.refuse_pull(link_id, request.transfer_id, "gone")
             return
-        self._engine.post(Grant(request, partial(self._answer, link_id, puller, request)))
+        self._engine.post(partial(self._grant, link_id, puller, request))
 
-    def _answer(self, link_id: int, puller: RankId, request: PullRequest, answer: Granted | Refused) -> None:
+    def _grant(self, link_id: int, puller: RankId, request: PullRequest, core: EngineCore) -> None:
         transfer_id, sender = request.transfer_id, self._sender
+        answer = core.pulls.grant(transfer_id, request.token_ids, request.cache_salt, request.least_end)
+        if answer is None:  # The transfer has its grant already.
+            return
         if isinstance(answer, Refused):
             sender.refuse_pull(link_id, transfer_id, answer.word, answer.held_tokens)
             return
@@ -316,4 +316,4 @@ class Lending:
         sender.grant(link_id, PullGrant(transfer_id, answer.end, answer.with_draft))
 
     def _ended(self, transfer_id: TransferId, end: TransferEnd) -> None:
-        self._engine.post(EndGrant(transfer_id))
+        self._engine.post(lambda core: core.pulls.grant_ended(transfer_id))

@@ -4,13 +4,12 @@ TakeOver --> engine's thread: pages reserved --> a pull, as for a request --> pu
                 `--busy, no room                   `--failed, cancelled--> given back, or in quarantine
 """
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
+from services.engine.paged.core import EngineCore
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell import pulling
-from services.engine.paged.shell.engine_thread import BeginTakeOver, EndTakeOver, ListIdle, Spell
 from services.engine.paged.take_overs import Declined
 from services.kv.hand_over import IdlePrefix
 from services.values.rank import Plan, PullSource, TakenOver, TakeOver
@@ -31,11 +30,11 @@ class TakingOver:
         name = f"take-over-from-{asked.source.id}"
         request = GenerationRequest(name, asked.token_ids, sampling, cache_salt=salt, plan=Plan.LOCAL)
         seq, pulled = Sequence(request, 0), Pulled()
-        ended: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
         with self._engine.mailbox(seq) as mailbox:
             try:
-                begin = partial(BeginTakeOver, seq, asked.idle_s, asked.protected_tokens)
-                reserved = await self._engine.answer(begin)
+                reserved = await self._engine.ask(
+                    lambda core: core.pulls.taking.begin(seq, asked.idle_s, asked.protected_tokens)
+                )
                 if isinstance(reserved, Declined):
                     pulled = Pulled(refused=reserved.word)
                 else:
@@ -43,19 +42,21 @@ class TakingOver:
                     within_s = min(asked.within_s, pulling.BOUNDS.most_s)
                     pulled = await self._engine.pulling.pull(seq, mailbox, reserved, source, within_s)
             finally:
-                self._engine.post(EndTakeOver(seq, partial(_tell, ended)))
+                ended = self._engine.ask(partial(_end, seq))
             held_tokens, room_tokens = await ended
         return TakenOver(
             held_tokens, room_tokens, pulled.tokens, pulled.bytes, pulled.refused, pulled.digested_pages
         )
 
     async def idle_prefixes(self) -> list[IdlePrefix]:
-        return await self._engine.answer(ListIdle)
+        return await self._engine.ask(lambda core: core.pulls.taking.list_idle())
 
     async def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
-        return await self._engine.answer(partial(Spell, prefix))
+        return await self._engine.ask(lambda core: core.pulls.taking.spell(prefix))
 
 
-def _tell(ended: asyncio.Future[tuple[int, int]], answer: tuple[int, int]) -> None:
-    if not ended.done():
-        ended.set_result(answer)
+def _end(seq: Sequence, core: EngineCore) -> tuple[int, int]:
+    """End the sequence; return the tokens that are held here now, and those for which there is space."""
+    taking = core.pulls.taking
+    taking.end(seq)
+    return taking.held_tokens(seq), taking.room_tokens(seq)

@@ -4,7 +4,8 @@
              prefixes granted to those that pull
     links    have others write into our pool: the deltas of a decode rank, and prefixes from sources
 
-Each end has its own transport. A rank has only the ends that it needs.
+Each end has its own transport. A rank has only the ends that it needs: without pulls a decode rank has no
+sender, and a prefill rank no links.
 """
 
 import asyncio
@@ -21,13 +22,11 @@ from services.engine.paged.drafters import Speculation
 from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.delta import WriteLease
-from services.engine.paged.shell.engine_thread import Cancel, EndQuarantine
 from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
 from services.engine.paged.shell.pulling import Lending, Pulling
 from services.engine.paged.shell.taking_over import TakingOver
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import is_sampled
-from services.net import channels
 from services.transfer.receiving.sender_links import SenderConnections
 from services.transfer.receiving.transfer_watch import TransferWatch
 from services.transfer.sending.handshake_server import HandshakeService
@@ -39,7 +38,6 @@ from services.values.rank import RankId, TransferId
 from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, Pulled
 
-OpenChannel = Callable[[str], grpc.aio.Channel]
 # The sender posts, polls or digests one piece of a transfer at a time, which takes milliseconds.
 _MAX_SENDER_LIMIT_S = 30.0
 
@@ -53,18 +51,21 @@ class TransferringEngine(PagedEngine):
         limits: Limits,
         cache: CacheSettings,
         lease: WriteLease,
-        digest_share: float = 0.0,
-        speculation: Speculation | None = None,
-        model_directory: Path | None = None,
-        open_channel: OpenChannel = channels.open_channel,
-        lends: bool = False,
-        pulls: bool = False,
+        open_writer: Callable[[], Transport] | None,
+        open_listener: Callable[[], Transport] | None,
+        pulls: bool,
+        digest_share: float,
+        speculation: Speculation,
+        model_directory: Path | None,
+        open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
+        """It has both ends with `pulls`: it lends what it holds, and asks sources for what it lacks."""
         super().__init__(make_runner, limits, cache, speculation, model_directory)
         self._own_id = own_id
         self.lease = lease
-        self.lends = lends
-        self.pulls = pulls
+        self.lends = self.pulls = pulls
+        self._open_writer = open_writer
+        self._open_listener = open_listener
         self._digest_share = digest_share
         self._open_channel = open_channel
         self._listener: Transport | None = None  # Others write through it.
@@ -80,6 +81,14 @@ class TransferringEngine(PagedEngine):
         if sender is None or not (sender.open_transfers or sender.kv_paths):
             return load  # This avoids a copy at every step of a decode rank that lends nothing at present.
         return replace(load, open_transfers=sender.open_transfers, kv_paths=sender.kv_paths)
+
+    async def start(self) -> None:
+        await super().start()
+        # The sender starts first, because UCX reports the paths that it chooses to the first agent.
+        if self._open_writer is not None:
+            await self._start_sender(self._open_writer)
+        if self._open_listener is not None:
+            self._start_links(self._open_listener())
 
     async def _start_sender(self, open_writer: Callable[[], Transport]) -> None:
         loop = asyncio.get_running_loop()
@@ -155,8 +164,8 @@ class TransferringEngine(PagedEngine):
         return is_sampled(transfer_id, self._digest_share)
 
     def begin_quarantine(self, seq: Sequence, watch: TransferWatch) -> None:
-        self.post(Cancel(seq, quarantine=True))
-        self.when_stopped(watch, lambda: self.post(EndQuarantine(seq)))
+        self.post(lambda core: core.cancel(seq, quarantine=True))
+        self.when_stopped(watch, lambda: self.post(lambda core: core.end_quarantine(seq)))
 
     def when_stopped(self, watch: TransferWatch, ended: Callable[[], None]) -> None:
         """Call `ended` once the writer can write no more. The engine does not stop before that."""
@@ -193,7 +202,7 @@ class TransferringEngine(PagedEngine):
 
     @property
     def hands_over(self) -> HandsOver | None:
-        return TakingOver(self) if self.lends and self.pulls else None
+        return TakingOver(self) if self.pulls else None
 
     def _sequence(
         self, request: GenerationRequest, *, receives: bool = False, matcher: Matcher | None = None

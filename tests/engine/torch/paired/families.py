@@ -12,7 +12,6 @@ from exactness.checkpoints import tiny_checkpoint
 from exactness.plain_sampling import sample_row
 from exactness.reference import count_near_ties, forced_logits, random_prompt, reference_generation
 from services.engine.paged.model_runner import Chunk
-from services.engine.paged.shell.engine_thread import TierNews
 from services.kv.tails import carried_bytes
 from services.values.errors import Unavailable
 from services.values.rank import Plan
@@ -122,7 +121,7 @@ async def send_below(pair):
         core = core_of(engine)
         core.tiers.storing._room_pages = core.cache.num_pages + 1
         async with asyncio.timeout(30):
-            engine.post(TierNews())
+            engine.post(lambda core: None)
             await asyncio.sleep(0.05)
             while core.tiers.idle_s is not None or core.tiers.storing._pages or core.tiers.storing._point_of:
                 await asyncio.sleep(0.01)
