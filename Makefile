@@ -136,7 +136,7 @@ test-real: $(STAMP) ## real text and a real model against transformers; needs a 
 test-slow: $(STAMP) ## real processes over minutes
 	$(BIN)/python -m pytest -q -m "slow and not sglang"
 
-soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books, how pages lie
+soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books
 	$(BIN)/python -m bench.soak --minutes 10
 
 MINUTES ?= 5

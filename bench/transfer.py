@@ -10,8 +10,7 @@ A fresh pool gives contiguous runs; an aged one has seen turns come and go on bo
 the worst case, every page by itself. Digests: what each side of a checked transfer spends beside
 (services/kv/page_digest.py).
 Between processes of one host UCX copies with process_vm_writev, one system call a descriptor. With
-`--device cuda` both pools lie in that GPU's memory. `--busy N`: beside N processes that compute and never
-wait. `cpu_ratio` is of the process' CPU time, which other work delays less than the clock on the wall.
+`--device cuda` both pools lie in that GPU's memory.
 """
 
 import argparse
@@ -26,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -186,42 +184,22 @@ def delta_of(kind: str, num_pages: int, pool_pages: int, rng: random.Random) -> 
     return Delta(*(side.allocate(num_pages) for side in sides))
 
 
-class Took(NamedTuple):
-    seconds: float
-    cpu_s: float  # of all threads of this process
-
-
-def took(action: Action) -> Took:
-    began_s, cpu_began_s = time.perf_counter(), time.process_time()
-    action()
-    return Took(time.perf_counter() - began_s, time.process_time() - cpu_began_s)
-
-
 def seconds(action: Action) -> float:
-    return took(action).seconds
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
 
 
-def measure(ours: Action, raw: Action, rounds: int) -> list[tuple[Took, Took]]:
+def measure(ours: Action, raw: Action, rounds: int) -> list[tuple[float, float]]:
     """Ours and raw, in pairs, one after the other; who goes first alternates."""
     pairs = []
     for round_ in range(rounds):
         if round_ % 2:
-            pairs.append((took(ours), took(raw)))
+            pairs.append((seconds(ours), seconds(raw)))
         else:
-            of_raw = took(raw)
-            pairs.append((took(ours), of_raw))
+            of_raw = seconds(raw)
+            pairs.append((seconds(ours), of_raw))
     return pairs
-
-
-@contextmanager
-def busy(num_processes: int) -> Iterator[None]:
-    computing = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_processes)]
-    try:
-        yield
-    finally:
-        for process in computing:
-            process.kill()
-            process.wait()
 
 
 def run(total_bytes: int, pool_bytes: int, rounds: int, seed: int, device: torch.device = CPU) -> list[Row]:
@@ -254,15 +232,14 @@ def digest(read_pages: PageReader, delta: Delta) -> None:
         digest_of(content)
 
 
-def _rates(total_bytes: int, pairs: list[tuple[Took, Took]]) -> Row:
+def _rates(total_bytes: int, pairs: list[tuple[float, float]]) -> Row:
     """The ratios are taken within each pair: on a shared machine the rates change from second to second."""
-    ours_s, raw_s = [ours.seconds for ours, _ in pairs], [raw.seconds for _, raw in pairs]
+    ours_s, raw_s = [ours for ours, _ in pairs], [raw for _, raw in pairs]
     ratios = [raw / ours for ours, raw in zip(ours_s, raw_s, strict=True)]
     return {
         "ours_gb_s": total_bytes / median(ours_s) / 1e9,
         "raw_gb_s": total_bytes / median(raw_s) / 1e9,
         "ratio": median(ratios),
-        "cpu_ratio": median(raw.cpu_s / ours.cpu_s for ours, raw in pairs),
         "ours_spread": spread(ours_s),
         "raw_spread": spread(raw_s),
         "ratio_spread": spread(ratios),
@@ -276,7 +253,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
-    parser.add_argument("--busy", type=int, default=0, help="processes that compute beside")
     parser.add_argument("--passive", type=int, metavar="POOL_BYTES", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.getLogger("nixl").setLevel(logging.WARNING)
@@ -284,8 +260,7 @@ def main() -> None:
         serve_passively(arguments.passive, arguments.device)
         return
     sizes = arguments.total_mib * MIB, arguments.pool_mib * MIB
-    with busy(arguments.busy):
-        rows = run(*sizes, arguments.rounds, arguments.seed, arguments.device)
+    rows = run(*sizes, arguments.rounds, arguments.seed, arguments.device)
     print(table(rows))
     if arguments.json is not None:
         settings = {
@@ -293,7 +268,6 @@ def main() -> None:
             "pool_mib": arguments.pool_mib,
             "rounds": arguments.rounds,
             "device": str(arguments.device),
-            "busy": arguments.busy,
         }
         write_json(arguments.json, "transfer", settings, rows)
 

@@ -137,12 +137,6 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads of each rank")
     parser.add_argument("--itl-target-ms", type=float, help="of the decode ranks, as in isthmus-decode")
-    parser.add_argument(
-        "--speculation",
-        choices=("off", "lookup", "tree"),
-        default="off",
-        help="on both sides; tree learns from all, whose salt is empty",
-    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="the cache off, or on")
     parser.add_argument("--graph-mib", type=int, help="of each rank, as in isthmus-decode; 0: no graphs")
     parser.add_argument("--transport", default="nixl")
@@ -175,8 +169,6 @@ def main() -> None:
             max_running_requests=64,
             num_threads=arguments.num_threads,
             transport=arguments.transport,
-            speculation=arguments.speculation,
-            speculate_unsalted=True,
             itl_target_s=arguments.itl_target_ms / 1e3 if arguments.itl_target_ms else None,
             graph_mib=arguments.graph_mib,
             device=str(arguments.device),

@@ -68,7 +68,6 @@ class RankSettings:
     decode_slots: int | None = None
     decode_window_pages: int | None = None
     speculation: Mode = "off"  # of the decode rank
-    speculate_unsalted: bool = False
     draft_model: str = ""
     graph_mib: int | None = None
 
@@ -85,7 +84,6 @@ class RankSettings:
             fake_step_s=self.fake_step_s,
             fake_prompt_token_s=self.fake_prompt_token_s,
             speculation=self.speculation,
-            speculate_unsalted=self.speculate_unsalted,
             draft_model=self.draft_model,
             model=self.model_path,
             model_name=_MODEL_NAME,

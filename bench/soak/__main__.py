@@ -1,4 +1,4 @@
-"""Mixed load above capacity on a real cluster for minutes: what breaks, what grows, how pages lie at the end.
+"""Mixed load above capacity on a real cluster for minutes: what breaks, and what grows.
 
     python -m bench.soak --minutes 10 --json FILE [--engine torch --transport nixl]
 
@@ -15,9 +15,6 @@ Any other error counts as one, as do a wrong token, a traceback in a log and a r
 again; in the quiet cluster a refusal and a missed deadline too. In the end nothing is held, and requests are
 aborted one by one, to see how long both ranks take to have everything back. Who was not under way any more
 when it was to be aborted does not count, and another is asked for.
-
-`run length`: pages per run of neighbours in which pages were lent to prompts, at the start and at the end;
-`free length`: the same of those that are free then.
 """
 
 import asyncio
@@ -113,13 +110,8 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Report:
     ranks, warm, load = driver.ranks, Outcomes(), Outcomes()
     quiet = Outcomes(clean=frozenset())
     capacity = await driver.closed_loop(min(30.0, seconds / 6), warm)
-    early, free_early = await ranks.lent(), await ranks.free_run_length()
-    middle = early
     async with memory.watched():
-        await driver.open_loop(seconds * 0.75, OVERLOAD * capacity, load)
-        middle = await ranks.lent()
-        await driver.open_loop(seconds * 0.25, OVERLOAD * capacity, load)
-    late, free_late = await ranks.lent(), await ranks.free_run_length()
+        await driver.open_loop(seconds, OVERLOAD * capacity, load)
     await ranks.let_go()
     abort_s = await driver.quiet_aborts(quiet)
     otherwise = await driver.ask_again(quiet)
@@ -145,10 +137,6 @@ async def _measure(driver: Soak, memory: Memory, seconds: float) -> Report:
         "books_balanced": await ranks.balanced(),
         "quiet_aborts": len(abort_s),
         "abort_max_s": max(abort_s, default=None),
-        "run_length_early": early[0] / max(1.0, early[1]),
-        "run_length_late": (late[0] - middle[0]) / max(1.0, late[1] - middle[1]),
-        "free_length_early": free_early,
-        "free_length_late": free_late,
     }
     return Report(row, _counted(sentences) + _counted(ranks.tracebacks))
 

@@ -114,18 +114,6 @@ class Ranks:
             if n["file"] > 1 or n["memory"] > 2 or any(n[kind] > 1 for kind in n if kind.startswith("/"))
         }
 
-    async def lent(self) -> tuple[float, float]:
-        """Pages and runs lent since the start, over all ranks."""
-        loads = await self._all_metrics()
-        names = "isthmus_lent_pages_total", "isthmus_lent_page_runs_total"
-        pages, runs = (sum(load[name] for load in loads) for name in names)
-        return pages, runs
-
-    async def free_run_length(self) -> float:
-        """Free pages per run of neighbours, over all ranks."""
-        pages = await self.total("isthmus_kv_pages free")
-        return pages / max(1.0, await self.total("isthmus_free_page_runs"))
-
     async def total(self, name: str) -> float:
         return sum(metrics[name] for metrics in await self._all_metrics())
 
