@@ -112,7 +112,7 @@ class Delta:
             return 0
         if len(digests) != num_units:
             raise PeerFailed(f"the writer sent {len(digests)} digests of {num_units} pages")
-        wrong = await asyncio.to_thread(differing_pages, digests, self._units, self.engine.read_pages)
+        wrong = await asyncio.to_thread(differing_pages, digests, self._units, self.engine.runner.read_pages)
         if wrong:
             self._log_corrupt(wrong)
             raise KvCorrupt(f"{self._link.address.id}: {len(wrong)} of {num_units} pages came changed")

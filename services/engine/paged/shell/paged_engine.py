@@ -28,7 +28,6 @@ from services.engine.paged.tiering import Tiering
 from services.grammar.grammars import Grammars
 from services.grammar.matcher import Matcher
 from services.kv.carried_cache import CarriedCache
-from services.kv.page_digest import ReadPages
 from services.kv.prefix_cache import PrefixCache
 from services.process.iteration_watch import IterationWatch, until_it_goes_on, until_it_hangs
 from services.values.errors import Unavailable
@@ -161,10 +160,6 @@ class PagedEngine:
     @property
     def runner(self) -> ModelRunner:
         return self._running_core.runner
-
-    @property
-    def read_pages(self) -> ReadPages:
-        return self._running_core.runner.read_pages
 
     @property
     def max_context_tokens(self) -> int:

@@ -23,8 +23,7 @@ from services.engine.paged.model_runner import ModelRunner
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.shell.delta import WriteLease
 from services.engine.paged.shell.paged_engine import CacheSettings, Mailbox, PagedEngine, SenderHangs
-from services.engine.paged.shell.pulling import Lending, Pulling
-from services.engine.paged.shell.taking_over import TakingOver
+from services.engine.paged.shell.pulling import Lending, Pulling, TakingOver
 from services.grammar.matcher import Matcher
 from services.kv.page_digest import is_sampled
 from services.transfer.receiving.sender_links import SenderConnections
@@ -99,7 +98,7 @@ class TransferringEngine(PagedEngine):
             self.memories,
             self.layout,
             self._own_id,
-            read_pages=self.read_pages,
+            read_pages=self.runner.read_pages,
             heard_s=lambda: hearing.heard_s,
             on_crash=lambda error: loop.call_soon_threadsafe(self._sender_crashed, error),
         )
