@@ -30,7 +30,8 @@ def main() -> None:
     goals: list[Row] = []
     if "decisions" in arguments.only:
         report["decisions"] = list(decisions.rows())
-        goals += decisions.goals(report["decisions"])
+        report["below"] = list(decisions.below_rows())
+        goals += decisions.goals(report["decisions"]) + decisions.below_goals(report["below"])
     if "served" in arguments.only:
         measured = asyncio.run(served.served(arguments.seconds))
         report["requests"], report["process"] = measured.requests, [measured.process]
