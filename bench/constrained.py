@@ -7,7 +7,6 @@ constrained, each sequence writes JSON by a schema with objects, enums, numbers 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -88,10 +87,10 @@ def cost_goals(rows: Sequence[Row]) -> list[Row]:
 class LargeVocabulary:
     """The vocabulary has as many tokens as Qwen's, made of JSON's bytes and of numbered words."""
 
-    def __init__(self, size: int, directory: Path | None = None) -> None:
+    def __init__(self, size: int) -> None:
         words = [f" word{number}".encode() for number in range(size - 256)]
         self._vocabulary = Vocabulary((*(bytes([octet]) for octet in range(256)), *words), frozenset())
-        self.grammars = Grammars(directory, size)
+        self.grammars = Grammars(None, size)
         self.grammars._tokenizer = open_tokenizer(self._vocabulary)
         self.masks = StepMasks(size)
         self.eos_id = size - 1

@@ -1,8 +1,8 @@
 """Three etcd members on this machine, any of which may be killed and started again."""
 
 import asyncio
-import shutil
 from pathlib import Path
+from typing import Self
 
 from services.etcd.embedded import EmbeddedEtcd
 from services.host.ports import free_ports
@@ -31,7 +31,7 @@ class EtcdNodes:
     def endpoints(self) -> tuple[str, ...]:
         return tuple(node.endpoint for node in self.nodes)
 
-    async def __aenter__(self) -> "EtcdNodes":
+    async def __aenter__(self) -> Self:
         try:
             await self.start_all()
         except BaseException:
@@ -45,13 +45,6 @@ class EtcdNodes:
     async def start_all(self) -> None:
         # Together: none has a leader before the second one is there.
         await asyncio.gather(*(node.start() for node in self.nodes))
-
-    async def wipe(self) -> None:
-        """They found a new etcd, with nothing in it."""
-        await self.kill_all()
-        for node in self.nodes:
-            shutil.rmtree(node.log_path.parent)
-        await self.start_all()
 
     async def kill_all(self) -> None:
         await asyncio.gather(*(node.kill() for node in self.nodes))

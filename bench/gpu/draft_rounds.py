@@ -1,10 +1,8 @@
 """A draft model of 100 million parameters is measured by the round: one more token for each sequence."""
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest import mock
 
 import torch
@@ -51,10 +49,7 @@ def _rows(
 
 
 def _open(model: PreTrainedModel, num_pages: int, page_size: int, budget: int) -> TorchDraft:
-    known = inspect.signature(TorchDraft.__init__).parameters
-    graphs: dict[str, Any] = {"graph_budget": budget} if "graph_budget" in known else {}
-    rows = {"max_rows": 64} if "max_rows" in inspect.signature(DraftModelSettings.__init__).parameters else {}
-    settings = DraftModelSettings(Path("draft"), self_check=False, **rows)  # type: ignore[arg-type]
+    settings = DraftModelSettings(Path("draft"), self_check=False, max_rows=64)
     with (
         mock.patch.object(draft_module, "open_checkpoint", lambda *_, **__: opened(model)),
         mock.patch.object(draft_module, "load_model", lambda *_, **__: copied(model)),
@@ -65,7 +60,7 @@ def _open(model: PreTrainedModel, num_pages: int, page_size: int, budget: int) -
             num_pages=num_pages,
             page_size=page_size,
             device=model.device,
-            **graphs,
+            graph_budget=budget,
         )
 
 

@@ -3,8 +3,8 @@ the same weights.
 
     python -m bench.gpu.steps --json FILE [--device cuda] [--cells build decode prompts launches host]
 
-A way is a runner with or without captured graphs, with or without fused operators; what a runner does not
-know yet is left out. A decode step goes on from the same K and V on each side:
+A way is a runner with or without captured graphs, with or without fused operators. A decode step goes on from
+the same K and V on each side:
 
     transformers          eager, with its DynamicCache and sdpa: what ratios are of, within each round
     transformers static   its StaticCache, captured by hand (static_peer.py)
@@ -16,7 +16,6 @@ left out, with the end of its traceback.
 """
 
 import gc
-import inspect
 import random
 import time
 from collections import Counter
@@ -96,19 +95,6 @@ class Plan:
         return max(max(self.batches) * self.table_pages, longest, packed)
 
 
-def known_ways() -> dict[str, dict[str, Any]]:
-    """Return the ways that this runner tells apart."""
-    known = inspect.signature(TorchRunner.__init__).parameters
-    ways: dict[str, dict[str, Any]] = {}
-    seen = []
-    for name in ("eager", "full", "eager+fused", "full+fused", "fp8 kv", "fp8"):
-        options = {key: value for key, value in WAYS[name].items() if key in known}
-        if options not in seen:
-            seen.append(options)
-            ways[name] = options
-    return {name: ways[name] for name in WAYS if name in ways}
-
-
 @dataclass
 class Steps:
     """One runner is there at a time: each has a pool, and all of them would not fit."""
@@ -135,9 +121,7 @@ class Steps:
                 Cell(f"decode {way} {batch}", "decode", partial(self.decode, way, batch, index == 0))
                 for batch in self.plan.batches
             ]
-            own += [
-                Cell(f"prompts {way}", "prompts", partial(self.prompts, way)),
-            ]
+            own.append(Cell(f"prompts {way}", "prompts", partial(self.prompts, way)))
             if way == "eager":
                 own.append(Cell(f"host {way}", "host", partial(self.host, way)))
             cells += own
@@ -208,7 +192,7 @@ class Steps:
                 "seconds": took_s,
                 "MiB": before - _free_mib(self.device),
                 "of it pool": pool_mib,
-                "options": str(known_ways().get(way, {})),
+                "options": str(WAYS[way]),
             }
         ]
 
@@ -372,7 +356,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
     parser.add_argument("--cells", nargs="+", default=SECTIONS, help="those that begin so")
-    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="default: all that the runner knows")
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="default: all")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
@@ -396,7 +380,7 @@ def main() -> None:
     finish(arguments.device)
     print(f"the model was made in {time.perf_counter() - began_s:.1f} s", flush=True)
     settings: Row = {name: value for name, value in vars(arguments).items() if name not in ("json", "device")}
-    cells = steps.cells(arguments.ways or list(known_ways()), arguments.cells)
+    cells = steps.cells(arguments.ways or list(WAYS), arguments.cells)
     run_cells("steps", cells, arguments.json, arguments.device, settings)
 
 

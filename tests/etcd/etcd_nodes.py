@@ -1,5 +1,6 @@
 """Three etcd members on this machine, any of which a test may kill and start again."""
 
+import shutil
 from pathlib import Path
 
 from bench import etcd_nodes
@@ -15,3 +16,10 @@ class EtcdNodes(etcd_nodes.EtcdNodes):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, FAST)
+
+    async def wipe(self) -> None:
+        """They found a new etcd, with nothing in it."""
+        await self.kill_all()
+        for node in self.nodes:
+            shutil.rmtree(node.log_path.parent)
+        await self.start_all()

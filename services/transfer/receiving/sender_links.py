@@ -13,8 +13,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from types import TracebackType
-from typing import Self
 
 import grpc
 
@@ -73,14 +71,6 @@ class SenderConnections:
         self._orphans: dict[RankAddress, set[TransferWatch]] = {}
         self._seekers: dict[RankAddress, asyncio.Task[None]] = {}
         self._closed = False
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def link(self, address: RankAddress) -> "SenderLink":
         """Return the stream to this incarnation of a rank, and open it if there is none.
@@ -210,9 +200,8 @@ class SenderLink:
         self._clock = clock
         self._seek = seek
         self._watches: dict[TransferId, TransferWatch] = {}
-        self._asked: dict[
-            TransferId, asyncio.Future[PullGrant]
-        ] = {}  # No ticket and no `end_grant` has followed.
+        # No ticket and no `end_grant` has followed these.
+        self._asked: dict[TransferId, asyncio.Future[PullGrant]] = {}
         self._closing_when_idle = False
         self.alive = True
         self._reader = asyncio.create_task(self._read(), name=f"handshake-{address.id}")

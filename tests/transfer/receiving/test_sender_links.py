@@ -69,9 +69,10 @@ async def test_who_cannot_be_linked_with_gets_a_sentence(subtests, pair, prefill
             ({"layout": replace(LAYOUT, page_size=8)}, "page_size"),
             ({"transport": "nixl"}, "transports differ"),
         ):
-            async with pair.make_links(**changes) as links:
-                with pytest.raises(PeerFailed, match=reason):
-                    await links.link(address)
+            links = pair.make_links(**changes)
+            with pytest.raises(PeerFailed, match=reason):
+                await links.link(address)
+            await links.close()
         stale = replace(address, id=replace(address.id, generation=Generation(6)))
         with pytest.raises(StaleGeneration):
             await pair.links.link(stale)
