@@ -108,9 +108,6 @@ def best_constants(rows: Sequence[Row], num_best: int) -> list[Constants]:
 def attending(setting: Constants) -> AttendParts:
     """Return the kernel that is launched with these constants."""
     kernel = import_module(_KERNEL)
-    if not hasattr(kernel, "TUNING"):  # it cannot be told yet
-        own: AttendParts = kernel.attend_parts
-        return own
     tile_bytes = None if setting.slots is None else 256 * setting.slots
     changed = {
         "num_stages": setting.stages,
