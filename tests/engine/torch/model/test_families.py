@@ -32,7 +32,7 @@ CARRYING = [
         "llama4",
     )
 ]
-LENGTHS = (5, 17, 131, 90, 1)
+LENGTHS = (5, 17, 131, 115, 1)
 BORDER = 64
 
 
@@ -75,16 +75,23 @@ def test_greedy_output_is_that_of_transformers(subtests):
             check_packed(family, 16, (1, 5, 21, 65, 1), max_tokens=16)
 
 
-CUTS = [(1,) * 5, (7,) * 5, (65,) * 5, (2, 3, 33, 7, 1)]
+CUTS = [(1, 1, 3, 2, 1), (7,) * 5, (65,) * 5, (2, 3, 33, 7, 1)]
+# One of each kind of memory: the others of a kind have two cuts each, by turns.
+EACH_KIND = (WINDOWED_MISTRAL, "qwen3_5", "falcon_h1", "gemma3", "gpt_oss", "deepseek_v3")
+IN_CUTS = [
+    (family, cut)
+    for number, family in enumerate(SERVED)
+    for cut in range(len(CUTS))
+    if family in EACH_KIND or (cut - number) % len(CUTS) < 2
+]
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize("cut", range(len(CUTS)))
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize(("family", "cut"), IN_CUTS)
 def test_greedy_output_is_that_of_transformers_however_it_is_cut(family, cut):
-    """Every two of family, cut and size of a page meet."""
+    """Pages of either size have every cut, and every family of EACH_KIND."""
     page_size = (1, 64)[(SERVED.index(family) + cut) % 2]
-    check_packed(family, page_size, CUTS[cut], max_tokens=40)
+    check_packed(family, page_size, CUTS[cut], max_tokens=24)
 
 
 class Resumed:
