@@ -47,10 +47,9 @@ async def test_a_loop_of_three_calls(name, etcd_endpoint, tmp_path, cluster_name
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("num_calls", [2, 8])
 @pytest.mark.parametrize("name", FORMATS)
-async def test_loops_over_every_format(name, num_calls, etcd_endpoint, tmp_path, cluster_name, script):
-    await loops_keep_their_prefix(name, etcd_endpoint, tmp_path, cluster_name, script, num_calls)
+async def test_loops_over_every_format(name, etcd_endpoint, tmp_path, cluster_name, script):
+    await loops_keep_their_prefix(name, etcd_endpoint, tmp_path, cluster_name, script, 5)
 
 
 @pytest.fixture
