@@ -100,7 +100,7 @@ async def test_sampled_answers_go_on_where_their_rank_dies(etcd_endpoint, cluste
     async with cluster:
         ids = random_prompt(5 * PAGE + 3, seed=3)
         answers = {}
-        asked = asyncio.create_task(answers_of(cluster, request_of(ids, 250, n=5), answers=answers))
+        asked = asyncio.create_task(answers_of(cluster, request_of(ids, 120, n=5), answers=answers))
         left = await running_at(cluster, 5)
         await until(lambda: len(answers) == 5)
         await cluster.stop_rank(f"{left.address.id.worker}/0")
@@ -108,5 +108,5 @@ async def test_sampled_answers_go_on_where_their_rank_dies(etcd_endpoint, cluste
         assert all(len(set(answer.ranks)) == 2 for answer in told)
         later = [answer.finish.placements[1].usage for answer in told]
         assert sum(usage.decode_prefix_len < len(ids) // PAGE * PAGE for usage in later) == 1
-        await check_alone(cluster, ids, told, 250)
+        await check_alone(cluster, ids, told, 120)
         await cluster.assert_nothing_held()

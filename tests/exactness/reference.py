@@ -130,15 +130,18 @@ def _count_near_ties(directory: Path, prompt_ids: tuple[int, ...], token_ids: tu
     return sum(gap > 0 for gap in gaps)
 
 
-def half_precision_bound(
-    directory: Path, prompt_ids: Sequence[int], token_ids: Sequence[int], dtype: torch.dtype
+def _half_precision_bound(
+    exact: torch.Tensor,
+    directory: Path,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    dtype: torch.dtype,
 ) -> float:
     """How far below the best logit of float32 a token may be that is best in `dtype`, in standard deviations.
 
     The logits of transformers' own backends in `dtype` are off those of float32 by up to some distance on
     this very text. Two logits that far off, one up and one down, change places across twice of it.
     """
-    exact = forced_logits(directory, prompt_ids, token_ids, torch.float32)
     off = [
         (forced_logits(directory, prompt_ids, token_ids, dtype, attention) - exact).abs()
         for attention in BACKENDS
@@ -153,8 +156,16 @@ def check_half_precision(
 
     Raises AssertionError when that is more than all of it.
     """
-    gaps = forced_gaps(forced_logits(directory, prompt_ids, token_ids, torch.float32), token_ids)
-    bound = half_precision_bound(directory, prompt_ids, token_ids, dtype)
+    return _check_half_precision(directory, tuple(prompt_ids), tuple(token_ids), dtype)
+
+
+@cache
+def _check_half_precision(
+    directory: Path, prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], dtype: torch.dtype
+) -> float:
+    exact = forced_logits(directory, prompt_ids, token_ids, torch.float32)
+    gaps = forced_gaps(exact, token_ids)
+    bound = _half_precision_bound(exact, directory, prompt_ids, token_ids, dtype)
     for i, gap in enumerate(gaps):
         assert gap <= bound, (
             f"token {i} is {gap:.2g} std below the best in float32; rounding to {dtype} explains {bound:.2g}"

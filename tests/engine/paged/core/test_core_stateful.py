@@ -386,4 +386,4 @@ TestCore = CoreMachine.TestCase
 @pytest.mark.exact
 @pytest.mark.timeout(900)
 def test_for_longer():
-    run_state_machine_as_test(CoreMachine, settings=settings(max_examples=300, stateful_step_count=60))
+    run_state_machine_as_test(CoreMachine, settings=settings(max_examples=150, stateful_step_count=60))
