@@ -28,8 +28,6 @@ import torch
 from torch import Tensor
 
 from services.engine.paged.model_runner import Chunk
-from services.engine.torch.attention.page_pieces import OnDevice
-from services.engine.torch.attention.step_view import PagedLayers, Reach
 from services.engine.torch.draft_tokens import single_tokens
 from services.engine.torch.model.fused.residuals import Residuals
 from services.engine.torch.model.mixers import require_slots
@@ -37,15 +35,7 @@ from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_buffers import StepBuffers
 from services.engine.torch.step_rooms import StepOutputs, StepRoom
-from services.engine.torch.step_sizes import (
-    bucket_rows,
-    fits,
-    is_for_contexts,
-    latent_steps,
-    prompt_steps,
-    run_steps,
-    scan_steps,
-)
+from services.engine.torch.step_sizes import StepLimits, is_for_contexts, is_for_step, rooms_for
 from services.engine.torch.step_trial import StepTrial, accepted_of, rows_to_compare, worst_error, worst_state
 
 logger = logging.getLogger(__name__)
@@ -121,17 +111,13 @@ def _no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-@dataclass(frozen=True, slots=True)
 class _Bucket:
-    buffers: StepBuffers
-    replay: Replay
-    take: Replay | None  # It updates states with the accepted drafts, where there are runs.
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Return the tokens of prompts, the single tokens, and those that are seen, if that is limited."""
-        room = self.buffers.room
-        return room.num_tokens, room.num_singles, room.num_seen
+    def __init__(self, buffers: StepBuffers, replay: Replay, take: Replay | None) -> None:
+        """Make a bucket; `take` updates states with the accepted drafts, where there are runs."""
+        self.buffers, self.replay, self.take = buffers, replay, take
+        room = buffers.room
+        # These are the tokens of prompts, the single tokens, and those that are seen, if that is limited.
+        self.size = room.num_tokens, room.num_singles, room.num_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,24 +205,9 @@ class StepGraphs:
         self._logits: Tensor | None = None
         self._most_probable: Tensor | None = None
         self._is_wanted = max_rows > 0 or max_prompt_tokens > 0
-        layers, sizes = pools.layers, list[StepRoom]()
-        self._expands = any(kv.is_latent for kv in layers.pools)
-        if not self._is_wanted or not all(_is_replayable(layers, reach) for reach in layers.reaches):
-            return
-        if self._expands:
-            num_heads = max(call.num_heads for call in pools.calls)
-            sizes += latent_steps(max_rows, num_heads, layers.pools[0].compute_dtype.itemsize, budget)
-        else:
-            sizes += [StepRoom(num_rows) for num_rows in bucket_rows(max_rows)]
-        if pools.slots is not None and not self._expands:
-            sizes += run_steps(max_rows, max_drafts)
-        if all(
-            map(layers.packing_of, layers.reaches)
-        ):  # Prompts that attend one by one are computed eagerly.
-            is_scanned = pools.slots is not None
-            sizes += (
-                scan_steps(max_prompt_tokens) if is_scanned else prompt_steps(max_rows, max_prompt_tokens)
-            )
+        self._expands = any(kv.is_latent for kv in pools.layers.pools)
+        limits = StepLimits(max_rows, max_prompt_tokens, max_drafts)
+        sizes = rooms_for(pools, limits, budget) if self._is_wanted else []
         if sizes:
             self._capture_all(sizes, capture, budget)
 
@@ -319,8 +290,13 @@ class StepGraphs:
         tokens, singles = step.size
         num_seen = step.num_seen if self._expands else 0
         for bucket in self._buckets:
+            most_tokens, most_singles, _ = bucket.size
+            if most_singles < singles or most_tokens < tokens:  # Mostly there are others before it.
+                continue
             room = bucket.buffers.room
-            if fits(room, tokens, singles, runs) and (not self._expands or is_for_contexts(room, num_seen)):
+            if is_for_step(room, tokens, singles, runs) and (
+                not self._expands or is_for_contexts(room, num_seen)
+            ):
                 return bucket
         return None
 
@@ -437,12 +413,6 @@ def _off_by(what: str, error: float, tolerance: float) -> str:
 def _name_of(room: StepRoom) -> str:
     runs = f" in {room.runs.num_runs} runs" if room.runs is not None else ""
     return f"{room.num_singles}+{room.num_tokens}{runs}"
-
-
-def _is_replayable(layers: PagedLayers, reach: Reach) -> bool:
-    if layers.pools[reach.pool].is_latent:
-        return layers.packing_of(reach) is not None
-    return isinstance(layers.in_place[reach.pool], OnDevice)
 
 
 def _reserved_bytes(device: torch.device) -> int:

@@ -3,10 +3,16 @@
 Rooms are few, since each takes memory and time at the start, and none has many times the rows of its steps.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from services.engine.torch.attention.page_pieces import OnDevice
+from services.engine.torch.attention.step_view import PagedLayers, Reach
+from services.engine.torch.pools import Pools
 from services.engine.torch.step_rooms import PromptRoom, RunRoom, StepRoom
+
+logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 _MOST_BUCKETS = 20
@@ -55,6 +61,52 @@ def latent_steps(max_rows: int, num_heads: int, itemsize: int, budget: int | Non
         yield from (StepRoom(num_rows, PromptRoom(0, 0, num_seen)) for num_rows in reversed(rows))
 
 
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    max_rows: int  # These are single tokens, drafts included.
+    max_prompt_tokens: int
+    max_drafts: int = 0  # This is for one sequence.
+
+
+def rooms_for(pools: Pools, limits: StepLimits, budget: int | None) -> list[StepRoom]:
+    """Return the rooms of all graphs for this model, and log which steps none is for.
+
+    Graphs may take `budget` bytes. Those of the first rooms are worth most, and the larger of a kind come
+    first.
+    """
+    layers, rooms = pools.layers, list[StepRoom]()
+    if not all(_is_replayable(layers, reach) for reach in layers.reaches):
+        logger.info("graphs_left_out steps=all reason=%r", "single tokens attend without a kernel")
+        return rooms
+    expands = any(kv.is_latent for kv in layers.pools)
+    if expands:
+        num_heads = max(call.num_heads for call in pools.calls)
+        itemsize = layers.pools[0].compute_dtype.itemsize
+        rooms += latent_steps(limits.max_rows, num_heads, itemsize, budget)
+    else:
+        rooms += [StepRoom(num_rows) for num_rows in bucket_rows(limits.max_rows)]
+    if pools.slots is not None and not expands:
+        rooms += run_steps(limits.max_rows, limits.max_drafts)
+    if not all(map(layers.packing_of, layers.reaches)):
+        logger.info("graphs_left_out steps=prompts reason=%r", "they attend one by one")
+    elif pools.slots is None:
+        rooms += prompt_steps(limits.max_rows, limits.max_prompt_tokens)
+    else:
+        rooms += scan_steps(limits.max_prompt_tokens)
+        logger.info(
+            "graphs_left_out steps=%r reason=%r",
+            "prompts that are not one whole chunk",
+            "a scan that is padded leaves another state",
+        )
+    return rooms
+
+
+def _is_replayable(layers: PagedLayers, reach: Reach) -> bool:
+    if layers.pools[reach.pool].is_latent:
+        return layers.packing_of(reach) is not None
+    return isinstance(layers.in_place[reach.pool], OnDevice)
+
+
 def prompt_steps(max_rows: int, max_tokens: int) -> Iterator[StepRoom]:
     beside = dict.fromkeys((max_rows, min(max_rows, _FEW_ROWS), 0))
     yield from (StepRoom(num_rows, room) for room in prompt_rooms(max_tokens) for num_rows in beside)
@@ -82,22 +134,22 @@ def scan_steps(max_tokens: int) -> Iterator[StepRoom]:
         yield StepRoom(0, replace(room, num_prompts=1), is_scan=True)
 
 
-def fits(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
+def is_for_step(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
     """Return whether the room is for such a step, and not for one of many times its rows.
 
     It has prompts and single tokens exactly where the step does. `runs` are the numbers of tokens of
     sequences where recurrent layers compute drafts, and empty elsewhere.
     """
-    has_room = room.num_tokens >= tokens and room.num_singles >= singles
-    most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
-    has_room = has_room and room.num_tokens + room.num_singles <= most_rows
-    if room.is_scan and room.num_tokens != tokens:
+    most_tokens, most_singles = room.num_tokens, room.num_singles
+    if bool(most_tokens) is not bool(tokens) or bool(most_singles) is not bool(singles):
         return False
-    if bool(runs) is not (room.runs is not None):
+    if not tokens <= most_tokens or not singles <= most_singles:
         return False
-    if room.runs is not None and (len(runs) > room.runs.num_runs or max(runs) > room.runs.num_tokens):
+    if most_tokens + most_singles > max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles)):
         return False
-    return has_room and bool(room.num_tokens) is bool(tokens) and bool(room.num_singles) is bool(singles)
+    if room.runs is None:
+        return not runs and (not room.is_scan or most_tokens == tokens)
+    return bool(runs) and len(runs) <= room.runs.num_runs and max(runs) <= room.runs.num_tokens
 
 
 def is_for_contexts(room: StepRoom, num_seen: int) -> bool:

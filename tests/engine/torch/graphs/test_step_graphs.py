@@ -1,6 +1,7 @@
 """Steps from buffers give what steps computed anew give, replayed or not, filled up or not."""
 
 import gc
+import logging
 import random
 from contextlib import nullcontext
 from dataclasses import replace
@@ -409,6 +410,30 @@ def test_a_rank_that_only_prefills(subtests):
             made = Made(family, tape.computed_again, max_rows=0, max_prompt_tokens=50)
             assert [bucket.size[:2] for bucket in made.graphs._buckets] == sizes
             assert all(not numbers.any() for numbers in made.memory())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_steps_that_no_graph_is_for_are_named(monkeypatch, caplog, subtests):
+    caplog.set_level(logging.INFO)
+
+    def left_out(family):
+        caplog.clear()
+        made = Made(family, tape.computed_again, max_rows=1, max_prompt_tokens=16)
+        said = [record.getMessage() for record in caplog.records if "graphs_left_out" in record.getMessage()]
+        return [bucket.size[:2] for bucket in made.graphs._buckets], said
+
+    with subtests.test("none"):
+        assert left_out("llama") == ([(0, 1), (16, 0), (16, 1)], [])
+    with subtests.test("parts of a chunk"):
+        sizes, [said] = left_out("falcon_h1")
+        assert sizes == [(0, 1), (16, 0)] and "a scan that is padded leaves another state" in said
+    monkeypatch.setattr(runner_pools, "choose_packings", lambda pools, *_: [None] * len(pools))
+    with subtests.test("prompts"):
+        sizes, [said] = left_out("llama")
+        assert sizes == [(0, 1)] and "steps=prompts reason='they attend one by one'" in said
+    with subtests.test("all"):
+        sizes, [said] = left_out("deepseek_v3")
+        assert sizes == [] and "steps=all" in said
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
