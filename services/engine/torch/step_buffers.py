@@ -6,8 +6,8 @@ read in every such step.
 
 A step with too few rows is padded with copies of its first row, which have its token and its position. Copies
 of single tokens read what that one reads, so they read no KV and use no experts of their own; copies among
-prompts attend to nothing. The KV of copies is not stored: the first entry of what is stored is repeated
-instead.
+prompts, and over latents, attend to nothing. The KV of copies is not stored: the first entry of what is
+stored is repeated instead.
 
 Most steps have the sequences of the last one, each with one more token, in the same pages or a new one. Such
 a step changes the last plan instead of making its own; what it writes is the same.

@@ -6,7 +6,9 @@ its rows; a step that fits none is computed eagerly (PackedModel).
 
 Some buckets are for steps of single tokens alone. Others are for prompts, with no single tokens or with as
 many as may run; there, prompts attend together (prompts.py). A prompt's step launches as many kernels as any
-other, and up to some hundred tokens the GPU waits for its host, too.
+other, and up to some hundred tokens the GPU waits for its host, too. Recurrent layers have buckets for runs
+of drafts, whose states a second graph updates once it is known which are accepted, and for one whole chunk of
+a prompt. Where latents are expanded, buckets also differ in the tokens of contexts that they have room for.
 
 A bucket is checked before it is used: a random step over the pools' first pages, replayed, must give what the
 same step gives when it is computed eagerly. A bucket that differs is dropped, and so is one that cannot be
