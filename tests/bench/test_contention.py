@@ -6,7 +6,16 @@ from statistics import median
 import pytest
 
 from bench.placement.cells import CELL_POLICIES, Cell, Fleet
-from bench.placement.figures import counts_of, figures_of, goals_of, jain, means_of, ratios, verdicts
+from bench.placement.figures import (
+    arrivals_per_s,
+    counts_of,
+    figures_of,
+    goals_of,
+    jain,
+    means_of,
+    ratios,
+    verdicts,
+)
 from bench.placement.generators import LONG_TOKENS, SHORT_TOKENS, WORKLOADS, closed_arrivals, open_arrivals
 from bench.placement.oracle import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
@@ -167,6 +176,26 @@ def test_where_every_rank_holds_everything_only_new_parts_are_computed():
     assert 1.0 <= figures["ttft_mean_s"] / figures["alone_mean_s"] < 1.5
     with pytest.raises(ValueError, match="without prefill ranks"):
         Simulation(Setting(1, 2), "everywhere", requests)
+
+
+def test_as_many_routers_as_there_are_compute_a_document_once():
+    """Many ask at once about documents that nobody holds, each at the next router."""
+    requests = open_arrivals(WORKLOADS["documents"](3, 150), 2.0, 3)
+    documents = {request.blocks[0] for request in requests}
+    for routers in (1, 2, 4):
+        setting = Setting(0, 4, blocks=800, timing=Fleet("documents", "8").setting.timing, routers=routers)
+        simulation = Simulation(setting, "ours", requests)
+        simulation.serve()
+        whole = [job for job in simulation.jobs if job.computed_tokens >= 48_128]
+        assert len(whole) == len(documents)
+
+
+def test_one_session_that_goes_on_alone_is_not_idle_time_of_all():
+    usual = [float(second) for second in range(95)]
+    assert arrivals_per_s([*usual, *[100.0] * 5]) == pytest.approx(95 / 94)
+    assert arrivals_per_s([*usual, *[9_000.0] * 5]) == pytest.approx(95 / 94)
+    assert arrivals_per_s([*usual[:90], *[9_000.0] * 10]) < 0.02
+    assert arrivals_per_s([1.0, 3.0]) == 1.0
 
 
 @pytest.mark.long
