@@ -1,5 +1,6 @@
 """Two workers of each role and two routers: one cluster for all, as starting it takes longest."""
 
+import asyncio
 import signal
 
 import grpc
@@ -18,6 +19,7 @@ async def test_what_one_leaves_behind_the_other_takes_over(tmp_path, model_dir):
     shape = dict(routers=2, prefill_workers=2, decode_workers=2, decode_dp_size=1)
     async with ProcessCluster(tmp_path, model_dir, **shape) as cluster:
         await cluster.play(
+            a_cold_document_is_computed_once_for_both_routers,
             a_killed_prefill_rank_costs_a_retry,
             a_killed_decode_rank_hands_its_streams_over,
             a_decode_rank_killed_while_prefill_writes_frees_prefill,
@@ -25,6 +27,20 @@ async def test_what_one_leaves_behind_the_other_takes_over(tmp_path, model_dir):
             a_prefill_worker_told_to_stop_finishes_what_it_computes,
             a_killed_router_leaves_nothing_behind,
         )
+
+
+async def a_cold_document_is_computed_once_for_both_routers(cluster):
+    await asyncio.gather(*(cluster.generate(prompt_of(500 + i, 90), router=i % 2) for i in range(8)))
+    document, other = prompt_of(400, 1_600), prompt_of(401, 1_600)
+    asked = [asyncio.create_task(cluster.generate(other, router=0))]
+    computing = set(await until(lambda: cluster.running(PREFILL), "a prefill rank computes"))
+    for number in range(6):  # It would be as soon computed anew if the other prefill rank were idle.
+        asked.append(asyncio.create_task(cluster.generate([*document, number, 7], router=number % 2)))
+        await asyncio.sleep(0.1)
+    _, *finishes = await asyncio.gather(*asked)
+    (worker,) = {finish.placement.prefill.worker for finish in finishes}
+    assert {f"{worker}/0"} == {*PREFILL} - computing
+    assert len(document) <= sum(finish.usage.computed_tokens for finish in finishes) < 1.1 * len(document)
 
 
 async def one_running(cluster, names):
