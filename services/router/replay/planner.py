@@ -100,7 +100,8 @@ class Advice:
             return ""
         lose, ranks = "prefill and decode apart lose here", together.size.ranks
         if ranks < least.size.ranks:
-            return f"{lose}: {ranks} ranks that do both meet the goals, apart it takes {least.size.ranks}"
+            enough = "1 rank that does both meets" if ranks == 1 else f"{ranks} ranks that do both meet"
+            return f"{lose}: {enough} the goals, apart it takes {least.size.ranks}"
         if together.ttft_p99_s < _CLEARLY * least.ttft_p99_s:
             times = least.ttft_p99_s / together.ttft_p99_s
             return f"{lose}: of as many ranks that do both the TTFT p99 is {times:.1f} times lower"

@@ -210,7 +210,7 @@ def test_how_many_ranks_are_enough(subtests):
     with subtests.test("ranks that do both may do as well with fewer"):
         easy = advise(seen, Goals(3.0, 0.5))
         assert easy.together is not None and easy.together.size == Size(0, 1) and easy.together.meets
-        assert easy.split_loses.startswith("prefill and decode apart lose here: 1 ranks")
+        assert easy.split_loses.startswith("prefill and decode apart lose here: 1 rank that does both meets")
     with subtests.test("where only prefill ranks may compute, they are not tried"):
         apart = advise(replace(seen, fleet=replace(FLEET, plans=frozenset({Plan.REMOTE}))), goals)
         assert apart.together is None and not apart.split_loses
