@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _CHUNK_BYTES = 64 * RECORD_BYTES
 _MOST_RECORDS = 8_192  # A look takes in so many changed records of all files; the next one takes in more.
 _MOST_FILES = 64
+_MOST_KNOWN = 1 << 20  # A record that is known takes 500 bytes of a rank's memory.
 _NAME, _NAME_BYTES, _NAME_FORM = "name", 8, rb"[0-9a-f]{16}"
 _CLOCK_TICK_NS = 50_000_000  # A file that has just changed may change again at the same time by its clock.
 
@@ -78,6 +79,8 @@ class SharedFiles:
         self._files: dict[Path, _File] = {}
         self._failing: set[Path] = set()
         self._next_slot = 0
+        self._num_known = 0  # This counts the records of all files.
+        self._is_full = False  # It was said that records of others are left out.
         self._left = 0  # So many records may yet be taken in by this look.
         self._seen: dict[bytes, Seen] = {}
         self._also: dict[bytes, dict[int, Seen]] = {}  # Further places, by slot; for the tier's thread alone.
@@ -183,10 +186,19 @@ class SharedFiles:
             at = slice(slot * RECORD_BYTES, (slot + 1) * RECORD_BYTES)
             file.table[at] = new[at]
             self._forget_slot(file, slot)
-            if (stored := unpacked(slot, memoryview(new)[at])) is not None:
+            if (stored := unpacked(slot, memoryview(new)[at])) is not None and self._may_know_more():
                 file.records[slot] = stored.key
+                self._num_known += 1
                 self._note(stored.key, Seen(file.first_slot + slot, stored.digest, stored.with_draft))
         return True
+
+    def _may_know_more(self) -> bool:
+        if self._num_known < _MOST_KNOWN:
+            return True
+        if not self._is_full:
+            self._is_full = True
+            log.warning("kv_tier_shared_full where=%s blocks=%d", self._directory, self._num_known)
+        return False
 
     def _note(self, key: bytes, seen: Seen) -> None:
         if (before := self._seen.get(key)) is not None and before.slot != seen.slot:
@@ -197,6 +209,7 @@ class SharedFiles:
         """Forget what the slot had. Where another file has that too, it is found there from now on."""
         if (key := file.records.pop(slot, None)) is None:
             return
+        self._num_known -= 1
         at, also = file.first_slot + slot, self._also.get(key, {})
         also.pop(at, None)
         if (seen := self._seen.get(key)) is None or seen.slot == at:

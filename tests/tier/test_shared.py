@@ -164,6 +164,36 @@ def test_a_look_takes_in_a_large_table_in_parts(tmp_path, monkeypatch):
         slab.close()
 
 
+def test_a_rank_knows_so_many_blocks_of_others_at_most(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(shared_files, "_MOST_KNOWN", 4)
+    owners = [slabs.open_file(tmp_path, rank, SHAPE) for rank in ("d.1", "d.2")]
+    shared = SharedFiles(tmp_path / SHAPE.layout_id.hex(), "d.0", SHAPE, FileCalls())
+
+    def store(number):
+        record = Stored(number // 2, KEYS[number], ROOT, 0, 0, number)
+        owners[number % 2].write(record.slot, memoryview(bytes(256)), record)
+
+    for number in range(7):
+        store(number)
+    shared.look()
+    shared.look()
+    assert len(shared) == 4
+    assert caplog.text.count("kv_tier_shared_full") == 1
+    left = next(number for number in range(7) if shared.find(KEYS[number]) is None)
+    known = next(number for number in range(7) if shared.find(KEYS[number]) is not None)
+    owners[known % 2]._pwrite(bytes(64), slabs._record_at(known // 2))
+    shared.look()
+    store(left)
+    owners[left % 2].write(
+        left // 2, memoryview(bytes([1]) * 256), Stored(left // 2, KEYS[left], ROOT, 0, 0, 9)
+    )
+    shared.look()
+    assert len(shared) == 4 and shared.find(KEYS[left]) is not None, "where one has gone another has room"
+    for slab in owners:
+        slab.close()
+    shared.close()
+
+
 def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):
     rank_slabs = {rank: slabs.open_file(tmp_path, rank, SHAPE) for rank in ("d.0", "d.1", "d.2")}
     shared = SharedFiles(tmp_path / SHAPE.layout_id.hex(), "d.0", SHAPE, FileCalls())
