@@ -1,10 +1,12 @@
 """This module measures the memory of this machine, or of the container we are in."""
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _PROC, _CGROUP, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_MOUNTS, _IN_MEMORY = Path("/proc/self/mountinfo"), ("tmpfs", "ramfs")
 
 
 def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
@@ -25,6 +27,16 @@ def total_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN)
         with suppress(OSError, ValueError):
             amounts.append(int((group / "memory.max").read_text()))
     return min(amounts, default=None)
+
+
+def is_in_memory(fd: int, mounts: Path = _MOUNTS) -> bool:
+    """Return whether the file's file system keeps it in memory, by proc(5); False if that is unknown."""
+    device = os.fstat(fd).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        found = (line.partition(" - ") for line in mounts.read_text().splitlines())
+        return any(name == at.split()[2] and kind.split()[0] in _IN_MEMORY for at, _, kind in found)
+    return False
 
 
 def _meminfo_bytes(meminfo: Path, name: str) -> list[int]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from services.host import memory
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import SlotKind, Stored
 from services.kv.tiers.tier_keys import TIER_FORMAT
@@ -43,7 +44,7 @@ _LAYOUT = "[0-9a-f]{16}"
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOOKS_END_S = 0.5
 _TRIES = 5
-_PAGE = 4096
+_PAGE, _BLOCK = 4096, 512  # stat(2) counts in the latter.
 _MOST_BYTES = (1 << 63) - 1
 _TABLE_READ = 1 << 20
 _ALLOCATED_AT_ONCE = 1 << 30
@@ -286,11 +287,19 @@ def _closing_unless_opened(name: str, fd: int, detail: str = "") -> Iterator[Non
 
 
 def _check_disk(path: Path, fd: int, shape: SlabShape) -> None:
-    """Raise ConfigError where the whole disk, even if it were empty, has no room for the file."""
+    """Raise ConfigError where the whole disk, even if it were empty, has no room for the file.
+
+    Raise SlabFails where it is in memory that has no room now: the process would be killed as it allocates.
+    """
     disk = os.fstatvfs(fd)
     if 0 < disk.f_blocks * disk.f_frsize < shape.size_bytes:
         size = disk.f_blocks * disk.f_frsize
         raise ConfigError(f"--kv-tier: {path}: {shape.size_bytes} bytes are more than the disk's {size}")
+    free_bytes = memory.available_bytes() if memory.is_in_memory(fd) else None
+    lacking_bytes = shape.size_bytes - _BLOCK * os.fstat(fd).st_blocks
+    if free_bytes is not None and lacking_bytes >= free_bytes:
+        message = f"{lacking_bytes} bytes of memory do not fit into {free_bytes} that are free"
+        raise SlabFails(f"--kv-tier: {path}: {message}")
 
 
 def _keep_to_ourselves(path: Path, fd: int) -> None:

@@ -1,6 +1,8 @@
 """What is left of memory."""
 
-from services.host.memory import available_bytes, total_bytes
+import os
+
+from services.host.memory import available_bytes, is_in_memory, total_bytes
 
 
 def machine(folder, available="MemTotal: 99 kB\nMemAvailable:  64 kB\n", limit=None, current=0, stat=""):
@@ -38,3 +40,24 @@ def test_what_is_left(subtests, tmp_path_factory):
         assert machine(tmp_path) == 30_000
         assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 40_000
         assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "no") == 99 << 10
+
+
+def test_where_a_file_system_keeps_its_files(tmp_path):
+    mounts, path = tmp_path / "mountinfo", tmp_path / "file"
+    path.touch()
+    device = path.stat().st_dev
+    own = f"{os.major(device)}:{os.minor(device)}"
+    another = "3 1 0:999 / /dev/shm rw - tmpfs tmpfs rw"
+    with path.open() as file:
+        for told, found in [
+            (
+                f"{another}\n4 1 {own} / /tmp rw shared:1 - ext4 /dev/sda rw\n",
+                False,
+            ),
+            (f"4 1 {own} / /tmp rw,relatime shared:1 master:2 - tmpfs none rw,size=8m\n", True),
+            (f"4 1 {own} / /tmp rw - ramfs none rw\n", True),
+            ("", False),
+        ]:
+            mounts.write_text(told)
+            assert is_in_memory(file.fileno(), mounts) is found
+        assert not is_in_memory(file.fileno(), tmp_path / "none")

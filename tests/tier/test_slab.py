@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from services.host import memory
 from services.kv.tiers.books import SlotKind, Stored, TierBooks
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
@@ -154,6 +155,24 @@ def test_a_disk_that_fails_or_is_full_is_told_from_a_wrong_flag_and_left_as_it_w
         slabs.open_memory(9999, SHAPE)
     with pytest.raises(ConfigError, match="/proc/nowhere"):
         slabs.open_file(NOWHERE, "d.0", SHAPE)
+
+
+def test_a_file_in_memory_that_has_no_room_is_left_out_before_it_is_allocated(tmp_path, monkeypatch):
+    free = [SHAPE.size_bytes]
+    monkeypatch.setattr(memory, "is_in_memory", lambda fd: True)
+    monkeypatch.setattr(memory, "available_bytes", lambda: free[0])
+    allocated = []
+    calls = FileCalls(allocate=lambda *_: allocated.append(1))
+    with pytest.raises(SlabFails, match="bytes of memory do not fit into"):
+        slabs.open_file(tmp_path, "d.0", SHAPE, calls)
+    assert not allocated
+    free[0] += 1
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    free[0] = 4096  # It has its own already.
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    monkeypatch.setattr(memory, "is_in_memory", lambda fd: False)
+    free[0] = 0
+    slabs.open_file(tmp_path, "d.1", SHAPE).close()
 
 
 def test_files_are_for_their_owner_alone(tmp_path):
