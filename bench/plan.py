@@ -95,13 +95,16 @@ async def serve(
         return replay, seen
 
 
-def measured(replay: Replay) -> Row:
+def measured(replay: Replay, seen: Observation) -> Row:
     first = int(_UNCOUNTED * len(replay.ttft_s))
+    counted = sorted(seen.requests, key=lambda each: each.arrival_s)[first:]
+    computed_tokens = sum(each.computed_tokens for each in counted)
+    prompt_tokens = sum(each.prompt_tokens for each in counted)
     ttft = sorted(seconds for number, seconds in replay.ttft_s.items() if number >= first)
     return {
         "measured_p50_s": quantile(ttft, 0.5),
         "measured_p99_s": quantile(ttft, 0.99),
-        "measured_hits": 1 - replay.computed_tokens / replay.prompt_tokens,
+        "measured_hits": 1 - computed_tokens / prompt_tokens,
     }
 
 
@@ -117,7 +120,7 @@ def compare(layouts: Sequence[Size], seconds: float, stretch: float, load: float
             print(trial.speeds.prefill, trial.speeds.decode, sorted(trial.speeds.measured), flush=True)
         began = time.process_time()
         predicted = trial.of(size)
-        row = {"layout": str(size), "requests": len(requests)} | measured(replay)
+        row = {"layout": str(size), "requests": len(requests)} | measured(replay, seen)
         row |= {"predicted_p50_s": predicted.ttft_p50_s, "predicted_p99_s": predicted.ttft_p99_s}
         row |= {"predicted_hits": predicted.reused, "cpu_s": time.process_time() - began}
         for figure in ("p50", "p99"):
