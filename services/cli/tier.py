@@ -7,7 +7,6 @@ rm DIR/LAYOUT    remove what no rank has open; ranks never remove another layout
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,7 @@ _MIB = 1 << 20
 class TierConfig:
     """Look at the files of --kv-tier: `ls DIRECTORY`, `check DIRECTORY`, `rm DIRECTORY/LAYOUT`.
 
-    Exit code 1 where a block differs from its digest, or a rank has what was to be removed.
+    Exit code 1 where a block differs from its digest, a file fails, or a rank has what was to be removed.
     """
 
     words: tuple[str, ...] = setting(help="ls, check or rm, and a directory", positional=True)
@@ -42,15 +41,14 @@ def run(argv: list[str]) -> int:
     action, directory = config.words[0], Path(config.words[1])
     try:
         return {"ls": _list, "check": _check, "rm": _remove}[action](directory)
-    except OSError as error:  # It is somebody else's, or has been truncated.
-        print(f"isthmus tier: {error.filename or directory}: {error.strerror}", file=sys.stderr)
+    except OSError as error:
+        _say_failing(directory, error)
         return 1
 
 
-def _slabs(directory: Path) -> Iterator[tuple[Path, Slab | None, bool]]:
-    for path in slab_files(directory):
-        with looking_at(path) as (slab, in_use):
-            yield path, slab, in_use
+def _say_failing(path: Path, error: OSError) -> None:
+    """Say what is somebody else's, has been truncated, or lies on a disk that fails."""
+    print(f"isthmus tier: {error.filename or path}: {error.strerror}", file=sys.stderr)
 
 
 def _list(directory: Path) -> int:
@@ -75,14 +73,23 @@ def _listed(path: Path) -> tuple[int, int, int, str]:
 
 def _check(directory: Path) -> int:
     num_wrong = 0
-    for path, slab, in_use in _slabs(directory):
-        if slab is None:
-            continue
-        wrong, total = _differing(slab)
-        num_wrong += wrong
-        note = " (a rank writes it meanwhile)" if in_use else ""
-        print(f"{path}: {total} blocks, {wrong} differ from their digests{note}")
+    for path in slab_files(directory):
+        try:
+            num_wrong += _num_wrong(path)
+        except OSError as error:
+            _say_failing(path, error)
+            num_wrong += 1
     return 1 if num_wrong else 0
+
+
+def _num_wrong(path: Path) -> int:
+    with looking_at(path) as (slab, in_use):
+        if slab is None:
+            return 0
+        wrong, total = _differing(slab)
+    note = " (a rank writes it meanwhile)" if in_use else ""
+    print(f"{path}: {total} blocks, {wrong} differ from their digests{note}")
+    return wrong
 
 
 def _differing(slab: Slab) -> tuple[int, int]:
@@ -96,13 +103,16 @@ def _differing(slab: Slab) -> tuple[int, int]:
 
 
 def _remove(directory: Path) -> int:
-    found = slab_files(directory)
-    left = [path for path in found if not remove(path)]
+    found, left = slab_files(directory), list[Path]()
     for path in found:
-        if path in left:
+        try:
+            if remove(path):
+                print(f"removed {path}")
+                continue
             print(f"isthmus tier: a rank has {path} open, or it is no tier's", file=sys.stderr)
-        else:
-            print(f"removed {path}")
+        except OSError as error:
+            _say_failing(path, error)
+        left.append(path)
     if not found:
         print(f"isthmus tier: no tiers in {directory}", file=sys.stderr)
     return 1 if left or not found else 0

@@ -1,6 +1,8 @@
 """`isthmus tier` lists, checks and removes what ranks have left in files."""
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -31,7 +33,7 @@ def test_a_slot_that_a_rank_writes_meanwhile_is_not_corrupt(tmp_path, capsys, mo
     slab.close()
 
 
-def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtests):
+def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtests, monkeypatch):
     slab = open_file(tmp_path, "d.0", SHAPE)
     for number in range(3):
         record = Stored(number, bytes([number + 1]) * 16, ROOT, 0, 0, number)
@@ -75,8 +77,23 @@ def test_files_of_tiers_are_listed_checked_and_removed(tmp_path, capsys, subtest
         open_file(tmp_path, "cut", SHAPE).close()
         os.truncate(tmp_path / layout / "cut" / "blocks", 5000)
         capsys.readouterr()
+        open_file(tmp_path, "whole", SHAPE).close()
         assert run(["check", str(tmp_path)]) == 1
-        assert "ends at byte" in capsys.readouterr().err
+        said = capsys.readouterr()
+        assert f"{tmp_path / layout / 'cut' / 'blocks'} ends at byte" in said.err
+        assert "whole/blocks: 0 blocks, 0 differ" in said.out  # The others are checked all the same.
+    with subtests.test("what cannot be removed keeps nothing else from it"), monkeypatch.context() as patched:
+        unlink = Path.unlink
+
+        def fails(path):
+            if path.parent.name == "cut":
+                raise OSError(errno.EROFS, "Read-only file system")
+            unlink(path)
+
+        patched.setattr(Path, "unlink", fails)
+        assert run(["rm", str(tmp_path / layout)]) == 1
+        said = capsys.readouterr()
+        assert "cut/blocks: Read-only" in said.err and "whole/blocks" in said.out
     with subtests.test("what fails is listed with the rest, and so is what found no room"):
         os.truncate(tmp_path / layout / "other" / "blocks", 0)
         assert run(["ls", str(tmp_path)]) == 0
