@@ -129,7 +129,10 @@ class Planning:
             for model in models
         }
         for each in list(self._planned.values()):
-            await self._plan(each)
+            try:
+                await self._plan(each)
+            except Exception:  # It is a defect of ours, which must not end the router.
+                log.exception("plan_broken model=%s", each.model.name)
 
     async def _plan(self, each: _Planned) -> None:
         seen = self._load.observation(each.model)

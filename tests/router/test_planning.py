@@ -99,6 +99,13 @@ async def test_metrics_follow_the_plans(subtests, caplog):
         await planning.plan()
         assert wanted() == (1.0, 2.0) and "plan_failed model=m reason=why" in caplog.text
         assert registry.get_sample_value("isthmus_plan_age_seconds") == 9.0
+    with subtests.test("a defect ends neither the router nor the plans of other models"):
+        models.others = {"n": SimpleNamespace(name="n", registry=CollectorRegistry())}
+        plans += [Plan(outlook(2, 2), outlook(2, 2)), RuntimeError("a defect")]
+        await planning.plan()
+        assert "plan_broken model=m" in caplog.text and not plans
+        assert models.others["n"].registry.get_sample_value("isthmus_plan_wanted_ranks", {"role": "decode"})
+        models.others = {}
     with subtests.test("nobody has asked for a whole window"):
         now[0] = 800.0
         seen.append(Observation(FLEET, ()))
