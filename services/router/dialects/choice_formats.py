@@ -9,22 +9,18 @@ and by vLLM's `prompt_logprobs`.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.router.dialects.dialect import Json
+from services.router.dialects.dialect import Json, Words
 from services.router.dialects.json_body import UINT32_MAX, Body
-from services.values.errors import Aborted
-from services.wire.isthmus.v1 import common_pb2, generation_pb2
+from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import GenerateRequest, ToolCallDelta
 
-TokenText = Callable[[int], str]
-TokenBytes = Callable[[int], bytes | None]
-
 # Clients that know an enumeration fail at any other word. `isthmus.finish_reason` tells LENGTH from CAPACITY.
-_FINISH_REASONS = {
+FINISH_REASONS = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_CAPACITY: "length",
@@ -75,13 +71,6 @@ class AnswerFormat(Protocol):
         """Return the choice of the chunk before all text, or None where this format has no such chunk."""
 
 
-def finish_reason(finish: generation_pb2.Finish) -> str:
-    """Return OpenAI's word for the reason. Raises Aborted for an abort, which has none."""
-    if finish.reason not in _FINISH_REASONS:
-        raise Aborted("the request was aborted before its answer was complete")
-    return _FINISH_REASONS[finish.reason]
-
-
 def finite(logprob: float) -> float:
     # JSON has neither infinity nor NaN; OpenAI writes -9999.0 for an impossible token.
     return max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0
@@ -116,11 +105,11 @@ def read_prompt_logprobs(body: Body, request: GenerateRequest, *, echoes: bool =
     return Echo(echoes=echoes, num_top=num_top)
 
 
-def prompt_text(request: GenerateRequest, token_text: TokenText, token_bytes: TokenBytes) -> str:
+def prompt_text(request: GenerateRequest, words: Words) -> str:
     """Return the prompt's text. A character may span several ids, so their bytes are joined."""
     if request.WhichOneof("prompt") == "text":
         return str(request.text)
-    return b"".join(_utf8(i, token_text, token_bytes) for i in request.token_ids.ids).decode(errors="replace")
+    return b"".join(_utf8(i, words) for i in request.token_ids.ids).decode(errors="replace")
 
 
 def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogprobs]:
@@ -129,28 +118,26 @@ def cut(logprobs: Sequence[TokenLogprobs], num_top: int) -> Sequence[TokenLogpro
     return [TokenLogprobs(chosen=token.chosen, top=token.top[:num_top]) for token in logprobs]
 
 
-def vllm_prompt_logprobs(
-    logprobs: Sequence[TokenLogprobs], num_top: int, token_text: TokenText
-) -> list[Json | None]:
+def vllm_prompt_logprobs(logprobs: Sequence[TokenLogprobs], num_top: int, words: Words) -> list[Json | None]:
     """Return vLLM's prompt_logprobs: by id, each token itself and the `num_top` most probable."""
-    return [None, *(_by_id([token.chosen, *token.top[:num_top]], token_text) for token in logprobs)]
+    return [None, *(_by_id([token.chosen, *token.top[:num_top]], words) for token in logprobs)]
 
 
-def _by_id(reported: Sequence[TokenLogprob], token_text: TokenText) -> Json:
+def _by_id(reported: Sequence[TokenLogprob], words: Words) -> Json:
     by_id: Json = {}
     for each in reported:
         entry = {
             "logprob": finite(each.logprob),
             "rank": each.rank or None,
-            "decoded_token": token_text(each.token_id),
+            "decoded_token": words.token_text(each.token_id),
         }
         by_id.setdefault(str(each.token_id), entry)
     return by_id
 
 
-def _utf8(token_id: int, token_text: TokenText, token_bytes: TokenBytes) -> bytes:
-    text = token_text(token_id)
-    utf8 = token_bytes(token_id) if "\ufffd" in text else None
+def _utf8(token_id: int, words: Words) -> bytes:
+    text = words.token_text(token_id)
+    utf8 = words.token_bytes(token_id) if "\ufffd" in text else None
     return text.encode() if utf8 is None else utf8
 
 
@@ -160,8 +147,8 @@ class CompletionFormat:
     chunk_object_name = "text_completion"
     has_prompts = True
 
-    def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
-        self._token_text = token_text  # The log-probabilities of a completion have no bytes.
+    def __init__(self, words: Words) -> None:
+        self._words = words
         self._text_offset = 0
 
     def whole(self, piece: ChoicePiece) -> Json:
@@ -182,7 +169,7 @@ class CompletionFormat:
             return None
         first = [] if piece.first_id is None else [piece.first_id]
         unknown = [None] * len(first)
-        tokens = list(map(self._token_text, [*first, *(token.chosen.token_id for token in logprobs)]))
+        tokens = list(map(self._words.token_text, [*first, *(token.chosen.token_id for token in logprobs)]))
         return {
             "tokens": tokens,
             "token_logprobs": [*unknown, *(finite(token.chosen.logprob) for token in logprobs)],
@@ -191,7 +178,7 @@ class CompletionFormat:
         }
 
     def _others(self, token: TokenLogprobs) -> Json:
-        return {self._token_text(other.token_id): finite(other.logprob) for other in token.top}
+        return {self._words.token_text(other.token_id): finite(other.logprob) for other in token.top}
 
     def _count(self, text: str) -> int:
         offset = self._text_offset
@@ -232,9 +219,8 @@ class ChatFormat:
     chunk_object_name = "chat.completion.chunk"
     has_prompts = False
 
-    def __init__(self, token_text: TokenText, token_bytes: TokenBytes) -> None:
-        self._token_text = token_text
-        self._token_bytes = token_bytes
+    def __init__(self, words: Words) -> None:
+        self._words = words
 
     def whole(self, piece: ChoicePiece) -> Json:
         message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -268,8 +254,8 @@ class ChatFormat:
         }
 
     def _entry(self, token: common_pb2.TokenLogprob) -> Json:
-        text = self._token_text(token.token_id)
+        text = self._words.token_text(token.token_id)
         # U+FFFD is the text of a part of a character; OpenAI writes null for bytes that are not known.
-        utf8 = self._token_bytes(token.token_id) if "\ufffd" in text else text.encode()
+        utf8 = self._words.token_bytes(token.token_id) if "\ufffd" in text else text.encode()
         known = None if utf8 is None else list(utf8)
         return {"token": text, "logprob": finite(token.logprob), "bytes": known}

@@ -12,9 +12,9 @@ from services.router.dialects.answer_parts import Closed, Grown, Kind, Opened, P
 from services.router.dialects.dialect import Envelope, Event, Json
 from services.router.dialects.http_errors import status_of
 from services.router.dialects.messages_call import MessagesCall
-from services.router.dialects.usage_json import isthmus_json
+from services.router.dialects.usage_json import isthmus_json, word_of
 from services.router.text.answer_message import with_whole_characters
-from services.values.errors import Aborted, InvalidRequest, IsthmusError
+from services.values.errors import InvalidRequest, IsthmusError
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse, Usage
 
@@ -110,14 +110,13 @@ class MessageAnswer:
         return {**block, "thinking": shown, "signature": self._signature}
 
     def _stop(self, finish: Finish) -> tuple[str, str | None]:
-        if finish.reason not in _STOP_REASONS:
-            raise Aborted("the request was aborted before its answer was complete")
+        reason = word_of(finish, _STOP_REASONS)
         if (
             finish.reason == common_pb2.FINISH_REASON_STOP
             and finish.matched_stop in self.request.sampling.stop
         ):
             return "stop_sequence", finish.matched_stop
-        return _STOP_REASONS[finish.reason], None
+        return reason, None
 
 
 def _opening(part: Part) -> Json:

@@ -5,19 +5,17 @@ from dataclasses import replace
 from json import JSONEncoder
 
 from services.router.dialects.choice_formats import (
+    FINISH_REASONS,
     AnswerFormat,
     ChoicePiece,
-    TokenBytes,
-    TokenText,
     cut,
-    finish_reason,
     prompt_text,
     vllm_prompt_logprobs,
 )
-from services.router.dialects.dialect import Envelope, Event, Json, json_text
+from services.router.dialects.dialect import Envelope, Event, Json, Words, json_text
 from services.router.dialects.http_errors import error_json
 from services.router.dialects.openai_call import OpenAiCall
-from services.router.dialects.usage_json import answers_json, isthmus_json, usage_json
+from services.router.dialects.usage_json import answers_json, isthmus_json, usage_json, word_of
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateResponse
 
 _json_of = JSONEncoder(ensure_ascii=False).encode
@@ -42,9 +40,6 @@ def is_text_alone(response: GenerateResponse) -> bool:
     return bool(response.text) and not has_more
 
 
-_MakeFormat = Callable[[TokenText, TokenBytes], AnswerFormat]
-
-
 class OpenAiAnswer:
     """Each answer is a choice. No [DONE] follows an error. The answer's id is the request's id."""
 
@@ -54,14 +49,14 @@ class OpenAiAnswer:
         self,
         call: OpenAiCall,
         envelope: Envelope,
-        make_format: _MakeFormat,
-        words: tuple[TokenText, TokenBytes],
+        make_format: Callable[[Words], AnswerFormat],
+        words: Words,
     ) -> None:
         self.request = call.request
         self._call = call
-        self._formats = [make_format(*words) for _ in range(call.num_answers)]
+        self._formats = [make_format(words) for _ in range(call.num_answers)]
         self._envelope = envelope
-        self._token_text, self._token_bytes = words
+        self._words = words
         self._prompts: dict[int, list[int]] = {}  # This holds the ids of prompts where they are requested.
         self._so_far = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
         self._started: set[int] = set()
@@ -175,7 +170,7 @@ class OpenAiAnswer:
             response.text,
             token_ids=response.token_ids if call.return_token_ids else None,
             logprobs=response.logprobs if call.wants_logprobs else None,
-            finish_reason=finish_reason(response.finish) if response.HasField("finish") else None,
+            finish_reason=word_of(response.finish, FINISH_REASONS) if response.HasField("finish") else None,
             reasoning=response.reasoning,
             calls=response.tool_calls,
             index=response.index,
@@ -184,7 +179,7 @@ class OpenAiAnswer:
             piece = self._echoing(piece, about_prompt)
         if call.echo.num_top is None:
             return piece
-        prompt = vllm_prompt_logprobs(about_prompt.prompt_logprobs, call.echo.num_top, self._token_text)
+        prompt = vllm_prompt_logprobs(about_prompt.prompt_logprobs, call.echo.num_top, self._words)
         return replace(piece, prompt_logprobs=prompt)
 
     def _echoing(self, piece: ChoicePiece, about_prompt: GenerateResponse) -> ChoicePiece:
@@ -195,7 +190,7 @@ class OpenAiAnswer:
             piece = replace(piece, finish_reason=piece.finish_reason and "length")
         if piece.index not in self._started:
             request = call.requests[piece.index // call.answers_each]
-            text = prompt_text(request, self._token_text, self._token_bytes) + text
+            text = prompt_text(request, self._words) + text
         if logprobs is None:
             return replace(piece, text=text, token_ids=token_ids)
         logprobs = [*cut(about_prompt.prompt_logprobs, call.request.sampling.logprobs), *logprobs]

@@ -22,9 +22,9 @@ from services.router.dialects.responses_call import (
     turns_of,
     with_instructions,
 )
-from services.router.dialects.usage_json import isthmus_json
+from services.router.dialects.usage_json import isthmus_json, word_of
 from services.router.tenant_lru import TenantLru
-from services.values.errors import Aborted, NotFound
+from services.values.errors import NotFound
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams
 from services.wire.isthmus.v1.generation_pb2 import (
@@ -211,7 +211,7 @@ class ResponseAnswer:
 
     def events(self, response: GenerateResponse) -> list[Event]:
         self._note_answer_id(response)
-        status = _status_of(response.finish) if response.HasField("finish") else COMPLETED
+        status = word_of(response.finish, _STATUSES) if response.HasField("finish") else COMPLETED
         events = [] if self._num_events else self._opening()
         for step in self._parts.take(response):
             if isinstance(step, Closed):
@@ -264,7 +264,7 @@ class ResponseAnswer:
         return Event({**data, "sequence_number": number}, data["type"])
 
     def _ended(self, finish: Finish) -> Json:
-        status = _status_of(finish)
+        status = word_of(finish, _STATUSES)
         ended = {
             **self._object(status, usage=_usage(finish.usage)),
             "isthmus": isthmus_json(finish),
@@ -315,12 +315,6 @@ def _sampling_echo(sampling: SamplingParams) -> Json:
         name: round(getattr(sampling, name), 6) if sampling.HasField(name) else 1.0
         for name in ("temperature", "top_p")
     }
-
-
-def _status_of(finish: Finish) -> str:
-    if finish.reason not in _STATUSES:
-        raise Aborted("the request was aborted before its answer was complete")
-    return _STATUSES[finish.reason]
 
 
 def _code_of(reported: Json) -> str:

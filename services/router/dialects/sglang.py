@@ -26,8 +26,7 @@ from services.router.dialects.json_body import (
     check_text,
 )
 from services.router.dialects.sampling import read_sampling
-from services.router.dialects.usage_json import isthmus_json
-from services.values.errors import Aborted
+from services.router.dialects.usage_json import isthmus_json, word_of
 from services.wire.isthmus.v1 import common_pb2
 from services.wire.isthmus.v1.common_pb2 import SamplingParams, TokenLogprob, TokenLogprobs
 from services.wire.isthmus.v1.generation_pb2 import Finish, GenerateRequest, GenerateResponse
@@ -306,9 +305,14 @@ def _finished(finish: Finish) -> Json:
     }
 
 
+_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CAPACITY: "length",
+}
+
+
 def _reason(finish: Finish) -> Json:
-    if finish.reason == common_pb2.FINISH_REASON_STOP:
+    if word_of(finish, _REASONS) == "stop":
         return {"type": "stop", "matched": finish.matched_stop}
-    if finish.reason in (common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_CAPACITY):
-        return {"type": "length", "length": finish.usage.completion_tokens}
-    raise Aborted("the request was aborted before its answer was complete")
+    return {"type": "length", "length": finish.usage.completion_tokens}

@@ -1,8 +1,9 @@
 """This module formats an answer's usage, as OpenAI does and as our own `isthmus` object."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from services.router.dialects.dialect import Json
+from services.values.errors import Aborted
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 _PLANS = {common_pb2.PLAN_REMOTE: "remote", common_pb2.PLAN_LOCAL: "local"}
@@ -25,6 +26,13 @@ def usage_json(finishes: Sequence[generation_pb2.Finish], answers_each: int) -> 
             "reasoning_tokens": sum(finish.usage.reasoning_tokens for finish in finishes)
         },
     }
+
+
+def word_of(finish: generation_pb2.Finish, words: Mapping[common_pb2.FinishReason, str]) -> str:
+    """Return an API's word for why the answer ended. Raises Aborted for an abort, which has none."""
+    if finish.reason not in words:
+        raise Aborted("the request was aborted before its answer was complete")
+    return words[finish.reason]
 
 
 def answers_json(finishes: Sequence[generation_pb2.Finish]) -> Json:

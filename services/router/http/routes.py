@@ -127,10 +127,10 @@ def _without_last_slash(app: ASGIApp) -> ASGIApp:
 
 
 def _dialects(store: ResponseStore) -> dict[str, Dialect[Any]]:
-    def openai(make_format: Callable[..., AnswerFormat]) -> Callable[[OpenAiCall, Envelope, Words], Answer]:
-        return lambda call, envelope, words: OpenAiAnswer(
-            call, envelope, make_format, (words.token_text, words.token_bytes)
-        )
+    def openai(
+        make_format: Callable[[Words], AnswerFormat],
+    ) -> Callable[[OpenAiCall, Envelope, Words], Answer]:
+        return lambda call, envelope, words: OpenAiAnswer(call, envelope, make_format, words)
 
     return {
         CHATS: Dialect("chat", read_chat_call, openai(ChatFormat)),

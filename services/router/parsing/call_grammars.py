@@ -139,23 +139,20 @@ class Writing:
         return _joined(self.head, any_call, more, closes)
 
 
-def _hermes(lark: Lark, name: str, schema: Any) -> str:
-    begin = f'\n{{"name": {text_of(name)}, "arguments": '
-    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('}' + chr(10) + '</tool_call>')}"
+def _json(begin: str, end: str = "}") -> _WriteCall:
+    """Return a writer of JSON between texts. `begin` has NAME for the tool's name: JSON if in quotes."""
+    before, behind = begin.split("NAME")
+
+    def write(lark: Lark, name: str, schema: Any) -> str:
+        written = text_of(name)[1:-1] if before.endswith('"') else name
+        opens = lark.literal(f"{before}{written}{behind}")
+        return _joined(opens, lark.json(schema), lark.literal(end) if end else "")
+
+    return write
 
 
-def _llama3(lark: Lark, name: str, schema: Any) -> str:
-    begin = f'{{"name": {text_of(name)}, "parameters": '
-    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('}')}"
-
-
-def _object(lark: Lark, name: str, schema: Any, before: str = "", behind: str = "") -> str:
-    begin = f'{before}{{"name": {text_of(name)}, "arguments": '
-    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('}' + behind)}"
-
-
-def _keyed(lark: Lark, name: str, schema: Any) -> str:
-    return f"{lark.literal(f'{{{text_of(name)}: ')} {lark.json(schema)} {lark.literal('}')}"
+def _object(before: str = "", behind: str = "") -> _WriteCall:
+    return _json(before + '{"name": "NAME", "arguments": ', "}" + behind)
 
 
 def _cohere(lark: Lark, name: str, schema: Any) -> str:
@@ -173,24 +170,10 @@ def _number(lark: Lark) -> str:
     return lark.rule("/[0-9]{1,4}/", "NUMBER")
 
 
-def _mistral(lark: Lark, name: str, schema: Any) -> str:
-    return f"{lark.literal(f'{name}[ARGS]')} {lark.json(schema)}"
-
-
 def _mistral_listed(lark: Lark, name: str, schema: Any) -> str:
     begin = f'{{"name": {text_of(name)}, "arguments": '
     id_ = lark.rule('/, "id": "[a-zA-Z0-9]{9}"/', "ID")
     return f"{lark.literal(begin)} {lark.json(schema)} {id_}? {lark.literal('}')}"
-
-
-def _deepseek_v3(lark: Lark, name: str, schema: Any) -> str:
-    begin = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
-    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal(chr(10) + '```<｜tool▁call▁end｜>')}"
-
-
-def _deepseek_v31(lark: Lark, name: str, schema: Any) -> str:
-    begin = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>"
-    return f"{lark.literal(begin)} {lark.json(schema)} {lark.literal('<｜tool▁call▁end｜>')}"
 
 
 def _qwen3_coder(lark: Lark, name: str, schema: Any, closes: str = "</tool_call>") -> str:
@@ -281,25 +264,37 @@ def _dsml_block(name: str) -> Writing:
     return Writing(_dsml, f"<{_D}{name}>", "", f"\n</{_D}{name}>", also=(also, f"<{_D}invoke"))
 
 
-def _list(opens: str, closes: str, call: _WriteCall = _object, also: tuple[str, ...] = ()) -> Writing:
-    return Writing(call, opens, ", ", f"]{closes}", also, head=text_of("["))
+def _list(opens: str, closes: str, call: _WriteCall | None = None, also: tuple[str, ...] = ()) -> Writing:
+    return Writing(call or _object(), opens, ", ", f"]{closes}", also, head=text_of("["))
 
 
 WRITINGS: Mapping[str, Writing] = {
-    "hermes": Writing(_hermes, _TOOL_CALL, f"\n{_TOOL_CALL}"),
+    "hermes": Writing(_object("\n", "\n</tool_call>"), _TOOL_CALL, f"\n{_TOOL_CALL}"),
     "qwen3_coder": Writing(_qwen3_coder, _TOOL_CALL, f"\n{_TOOL_CALL}", also=("<function=",)),
     "glm45": Writing(_glm, _TOOL_CALL, f"\n{_TOOL_CALL}"),
     "minimax_m2": Writing(_minimax, "<minimax:tool_call>", "", "\n</minimax:tool_call>"),
-    "llama3_json": Writing(_llama3, "", "; ", also=("<|python_tag|>",), begins="{"),
+    "llama3_json": Writing(
+        _json('{"name": "NAME", "parameters": '), "", "; ", also=("<|python_tag|>",), begins="{"
+    ),
     "mistral": Writing(
-        _mistral,
+        _json("NAME[ARGS]", ""),
         "[TOOL_CALLS]",
         "[TOOL_CALLS]",
         needs="[ARGS]",
         older=Writing(_mistral_listed, "[TOOL_CALLS]", ", ", "]", head='" "? "["'),
     ),
-    "deepseek_v3": Writing(_deepseek_v3, "<｜tool▁calls▁begin｜>", "\n", "<｜tool▁calls▁end｜>"),
-    "deepseek_v31": Writing(_deepseek_v31, "<｜tool▁calls▁begin｜>", "", "<｜tool▁calls▁end｜>"),
+    "deepseek_v3": Writing(
+        _json("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>"),
+        "<｜tool▁calls▁begin｜>",
+        "\n",
+        "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": Writing(
+        _json("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        "<｜tool▁calls▁begin｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
     "deepseek_v32": _dsml_block("function_calls"),
     "deepseek_v4": _dsml_block("tool_calls"),
     "seed_oss": Writing(
@@ -310,17 +305,17 @@ WRITINGS: Mapping[str, Writing] = {
     ),
     "kimi_k2": Writing(_kimi, KIMI_SECTION, "", KIMI_SECTION_ENDS, also=(KIMI_CALL,)),
     "cohere": Writing(_cohere, "<|START_ACTION|>", ",\n    ", "\n]<|END_ACTION|>", head=text_of("[\n    ")),
-    "apertus": _list("<|tools_prefix|>", "<|tools_suffix|>", _keyed),
+    "apertus": _list("<|tools_prefix|>", "<|tools_suffix|>", _json('{"NAME": ')),
     "nemotron_nano_v2": _list("<TOOLCALL>", "</TOOLCALL>"),
     "tool_calls": _list("<tool_calls>", "</tool_calls>"),
     "granite": _list("<|tool_call|>", "", also=(_TOOL_CALL,)),
-    "json_list": Writing(_object, "", ", ", "]", begins="[`", head=text_of("[")),
-    "phi4_mini": Writing(_object, "functools[", ", ", "]", begins="[{"),
+    "json_list": Writing(_object(), "", ", ", "]", begins="[`", head=text_of("[")),
+    "phi4_mini": Writing(_object(), "functools[", ", ", "]", begins="[{"),
     "internlm2": Writing(
-        partial(_object, before="\n", behind="<|action_end|>"),
+        _object("\n", "<|action_end|>"),
         _INTERNLM,
         _INTERNLM,
         also=("<|action_start|> <|plugin|>",),
     ),
-    "granite_20b_fc": Writing(partial(_object, before=" "), "<function_call>", "\n<function_call>"),
+    "granite_20b_fc": Writing(_object(" "), "<function_call>", "\n<function_call>"),
 }

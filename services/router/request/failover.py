@@ -271,12 +271,10 @@ class FailoverStream:
             return self._length_means()
         progress, placed = self._progress, self._withdraw()
         assert placed is not None
-        left, num_tokens = (
-            placed.decision.chosen.decode.id,
-            len(self._prompt_ids) + len(progress.output_ids),
-        )
+        left = placed.decision.chosen.decode.id
+        num_tokens = len(self._prompt_ids) + len(progress.output_ids)
         progress.note("rank_outgrown", {"rank": str(left), "tokens": num_tokens})
-        self._metrics.outgrew()
+        self._metrics.moved("outgrown")
         log_lines.event(
             log, "request_moved_on", request_id=self._request.answer_name, left=left, tokens=num_tokens
         )
@@ -289,7 +287,7 @@ class FailoverStream:
         if progress.turns is not None:
             progress.turns.lost(left)
         progress.note("rank_leaves", {"rank": str(left)})
-        self._metrics.moved_off()
+        self._metrics.moved("drained")
         log_lines.event(log, "request_moved_off", request_id=self._request.answer_name, left=left)
 
     def _leave(self, error: IsthmusError) -> None:
@@ -313,7 +311,7 @@ class FailoverStream:
             ) from error
         if progress.failures >= self._context.max_attempts:
             raise error
-        self._metrics.moved(progress)
+        self._metrics.moved("retry" if progress.first_token_s is None else "migration")
         log_lines.event(
             log,
             "request_moved",

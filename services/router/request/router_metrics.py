@@ -245,14 +245,8 @@ class RouterMetrics:
         for outcome, number in outcomes.items():
             self._past_answers.labels(outcome).inc(number)
 
-    def moved(self, progress: Progress) -> None:
-        self._moves.labels("retry" if progress.first_token_s is None else "migration").inc()
-
-    def outgrew(self) -> None:
-        self._moves.labels("outgrown").inc()
-
-    def moved_off(self) -> None:
-        self._moves.labels("drained").inc()
+    def moved(self, kind: str) -> None:
+        self._moves.labels(kind).inc()
 
     def admitted(self, placed: Placed, admitted: Admitted, *, is_further: bool = False) -> None:
         """Count the first placement of an answer, as its usage does. Of a further answer to the same prompt
@@ -312,34 +306,26 @@ class RouterMetrics:
         self._duration.observe(took_s, traces.exemplar(progress.span))
 
 
+_HITS = {
+    "placed_prompt": "Prompt tokens sent to the rank, by what may be cached there: held need not move, "
+    "resumable need not be computed.",
+    "predicted_hit": "Of the prompt tokens sent to the rank, those that the router believed to be cached "
+    "there.",
+    "delivered_hit": "Of the prompt tokens sent to the rank, those that were cached there.",
+    "available_hit": "Of the prompt tokens sent to the rank, those that its role's best rank was believed to "
+    "hold.",
+}
+
+
 class _HitMetrics:
     """These count prompt tokens by rank, and by what the cache was expected to save there."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counter = partial(Counter, registry=registry)
-        # The keys of a rank's own counters are role, worker, number and kind.
-        self._of_rank: dict[tuple[Role, str, int, str], tuple[Counter, ...]] = {}
-        self._prompt = counter(
-            "isthmus_placed_prompt_tokens",
-            "Prompt tokens sent to the rank, by what may be cached there: held need not move, resumable need "
-            "not be computed.",
-            _RANK_AND_KIND,
-        )
-        self._predicted = counter(
-            "isthmus_predicted_hit_tokens",
-            "Of the prompt tokens sent to the rank, those that the router believed to be cached there.",
-            _RANK_AND_KIND,
-        )
-        self._delivered = counter(
-            "isthmus_delivered_hit_tokens",
-            "Of the prompt tokens sent to the rank, those that were cached there.",
-            _RANK_AND_KIND,
-        )
-        self._available = counter(
-            "isthmus_available_hit_tokens",
-            "Of the prompt tokens sent to the rank, those that its role's best rank was believed to hold.",
-            _RANK_AND_KIND,
-        )
+        self._metrics = [
+            Counter(f"isthmus_{name}_tokens", meaning, _RANK_AND_KIND, registry=registry)
+            for name, meaning in _HITS.items()
+        ]
+        self._of_rank: dict[tuple[str, ...], list[Counter]] = {}  # The keys are the labels.
 
     def admitted(self, placed: Placed, admitted: Admitted) -> None:
         chosen = placed.decision.chosen
@@ -362,23 +348,14 @@ class _HitMetrics:
         placed: Placed,
         admitted: Admitted,
     ) -> None:
-        prompt, believed, had, available = self._counters(role, rank, kind)
-        prompt.inc(admitted.prompt_tokens)
-        believed.inc(predicted)
-        had.inc(delivered)
-        available.inc(max(delivered, placed.best_hit_tokens[role]))
-
-    def _counters(self, role: Role, rank: RankId, kind: str) -> tuple[Counter, ...]:
-        """Return the rank's counters. Workers keep their names over all incarnations, so the number of ranks
-        limits the series."""
-        known = self._of_rank.get((role, rank.worker, rank.rank, kind))
-        if known is None:
-            labels = (role.value, rank.worker, str(rank.rank), kind)
-            metrics = (self._prompt, self._predicted, self._delivered, self._available)
-            known = self._of_rank[role, rank.worker, rank.rank, kind] = tuple(
-                metric.labels(*labels) for metric in metrics
-            )
-        return known
+        # Workers keep their names over all incarnations, so the number of ranks limits the series.
+        labels = (role.value, rank.worker, str(rank.rank), kind)
+        if labels not in self._of_rank:
+            self._of_rank[labels] = [metric.labels(*labels) for metric in self._metrics]
+        available = max(delivered, placed.best_hit_tokens[role])
+        counts = (admitted.prompt_tokens, predicted, delivered, available)
+        for counter, tokens in zip(self._of_rank[labels], counts, strict=True):
+            counter.inc(tokens)
 
 
 class RankCollector(Collector):
@@ -424,8 +401,4 @@ class RankCollector(Collector):
                     trust.add_metric((*labels, _RESUMABLE), self._cluster.resume_trust(rank))
         for role, rank in self._cluster.missed():
             up.add_metric((role.value, rank.worker, str(rank.rank)), 0)
-        yield up
-        yield blocks
-        yield resumable
-        yield staleness
-        yield trust
+        yield from (up, blocks, resumable, staleness, trust)
