@@ -32,10 +32,8 @@ from services.wire.etcd import etcd_pb2
 
 @dataclass(frozen=True, slots=True)
 class EtcdSettings:
-    """`endpoints` are HOST:PORT; a scheme in front is accepted if it agrees with `tls`.
-
-    Raises ConfigError if the settings contradict each other.
-    """
+    """`endpoints` are HOST:PORT; a scheme in front is accepted if it agrees with `tls`. Raises ConfigError if
+    the settings contradict each other."""
 
     endpoints: tuple[str, ...]
     tls: TlsConfig | None = None
@@ -139,10 +137,8 @@ class EtcdStream(Generic[_Request, _Response]):
             raise self._failed(error) from error
 
     async def read(self, timeout_s: float) -> _Response | None:
-        """Return the next message, or None if none came in time but the stream still works.
-
-        Raises Unavailable if the stream has ended, or the error that `rename` makes of its status.
-        """
+        """Return the next message, or None if none came in time but the stream still works. Raises
+        Unavailable if the stream has ended, or the error that `rename` makes of its status."""
         if not self._received and not self._receiving.done():
             await self._wait_for_news(timeout_s)
         if self._received:

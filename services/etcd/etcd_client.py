@@ -132,10 +132,7 @@ class Etcd:
         self, start: bytes, end: bytes, revision: int = 0, page_keys: int = _FIRST_PAGE_KEYS
     ) -> AsyncGenerator[ListingPage, None]:
         """Yield the keys in [start, end) at `revision` (0 means now), in at least one page, of about 1 MiB
-        each.
-
-        Raises EtcdCompacted if the revision is compacted in the meantime.
-        """
+        each. Raises EtcdCompacted if the revision is compacted in the meantime."""
         next_key: bytes | None = start
         while next_key is not None:
             try:

@@ -106,12 +106,8 @@ class Schema:
 
 
 async def check_schema(etcd: Etcd, keys: ClusterKeys, schema: Schema) -> None:
-    """Write the cluster's schema if there is none; otherwise compare with it.
-
-    Raises:
-        ConfigError: The cluster has another schema; the message names the difference.
-        Unavailable: etcd does not answer.
-    """
+    """Write the cluster's schema if there is none. Raises ConfigError, with the difference, if it has another
+    one, and Unavailable if etcd does not answer."""
     value = to_bytes(
         index_pb2.Schema(
             version=schema.version, index_block=schema.index_block, hash_scheme=schema.hash_scheme

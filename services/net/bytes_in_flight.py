@@ -41,13 +41,11 @@ class BytesInFlight:
         refused: Callable[[], None] = lambda: None,
         owner: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Limit all calls of a process to `most` bytes, in messages of at most `largest` bytes.
+        """Limit all calls of a process to `most` bytes, in messages of at most `largest` bytes. Raises
+        ConfigError if `most` cannot hold two of those.
 
         `refused` is called for each message that is refused. `owner` returns the owner of the call that
         begins, or None for a call without a share.
-
-        Raises:
-            ConfigError: `most` cannot hold two of the largest messages.
         """
         if most < 2 * largest:
             raise ConfigError(
@@ -144,12 +142,8 @@ class HeldBytes:
         self._num_bytes = 0
 
     async def read(self, read: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what `read` returns, a message or the mark of the stream's end.
-
-        Raises:
-            NoCapacity: There is no room for the message, or none to go on reading it.
-            DeadlineExceeded: It was not complete in SLOW_S.
-        """
+        """Return what `read` returns, a message or the mark of the stream's end. Raises NoCapacity where
+        there is no room for the message, or to go on reading it, and DeadlineExceeded after SLOW_S."""
         return self._counted(await self._read_at_a_place(read, self._in_flight.places, SLOW_S))
 
     async def read_next(self, read: Callable[[], Awaitable[Any]]) -> Any:

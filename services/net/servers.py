@@ -152,12 +152,8 @@ _NO_BOUNDS = ClientBounds()
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float | None:
-    """Return the seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S; None without a
-    deadline.
-
-    Raises:
-        DeadlineExceeded: The deadline has passed.
-    """
+    """Return the seconds left of the call's deadline, above 0 and at most MAX_TIMEOUT_S, or None without a
+    deadline. Raises DeadlineExceeded once it has passed."""
     left: float | None = context.time_remaining()
     if left is not None and left <= 0:
         raise DeadlineExceeded("the deadline has passed")
@@ -214,10 +210,7 @@ async def open_server(
     `register` adds the servicers; `service_names` are their full names, for reflection. Errors raised by
     `interceptors` or their handlers are answered like a servicer's. With `tls.peer_name` every call needs a
     certificate of that name. `busy` has the methods (/package.Service/Method) that many clients call at once,
-    each with its registered handler.
-
-    Raises:
-        ConfigError: The address cannot be bound, or the TLS files cannot be used.
+    each with its registered handler. Raises ConfigError if the address or the TLS files cannot be used.
     """
     doors = [PeerDoor(tls.peer_name)] if tls is not None and tls.peer_name else []
     guard = ErrorInterceptor(keeps=not interceptors, in_flight=bounds.in_flight)

@@ -37,10 +37,8 @@ def current() -> Caller:
 
 
 def own(request: GenerateRequest) -> GenerateRequest:
-    """Set the request's tenant to the caller's, if the caller has one, and return the request.
-
-    Raises Forbidden where it names another.
-    """
+    """Set the request's tenant to the caller's, if the caller has one, and return the request. Raises
+    Forbidden where it names another."""
     request.tenant = current().tenant_of(request.tenant)
     return request
 

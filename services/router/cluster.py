@@ -268,12 +268,8 @@ class Cluster:
         excluded: frozenset[RankId],
         max_wait_s: float = math.inf,
     ) -> Placed:
-        """Choose the ranks and the plan for a prompt that may wait at most `max_wait_s`.
-
-        Raises:
-            NoCapacity: it would wait longer on every rank; the message says how long.
-            Unavailable: no rank can take it now; the message says why.
-        """
+        """Choose the ranks and the plan for a prompt that may wait at most `max_wait_s`. Raises NoCapacity,
+        with how long it would wait, or Unavailable, with why no rank can take it now."""
         asked = self._asked(prompt, conversation_id, excluded, max_wait_s)
         return self._placed(asked, prompt, self._placer.place(asked, self._tie()))
 

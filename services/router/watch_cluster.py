@@ -394,10 +394,7 @@ async def _while_good(
     is_good: Callable[[], bool], responses: AsyncGenerator[generation_pb2.WatchClusterResponse, None]
 ) -> AsyncGenerator[generation_pb2.WatchClusterResponse, None]:
     """End the responses when the key becomes invalid, as when the router stops: a client that connects again
-    gets the reason. Closes `responses`.
-
-    Raises Unauthenticated before the first response.
-    """
+    gets the reason. Closes `responses`. Raises Unauthenticated before the first response."""
     has_begun = False
     async with contextlib.aclosing(responses):
         async for response in responses:

@@ -197,11 +197,8 @@ def describe(cls: type) -> list[FlagDescription]:
 
 
 def to_flags(config: Any) -> list[str]:
-    """Return the flags from which `load` makes an equal `config`, without those of defaults.
-
-    Raises:
-        ConfigError: A value cannot be written as a flag (for example a tuple's string with a comma).
-    """
+    """Return the flags from which `load` makes an equal `config`, without those of defaults. Raises
+    ConfigError if a value cannot be written as a flag (for example a tuple's string with a comma)."""
     values = [(flag, getattr(config, flag.name)) for flag in _flags_of(type(config))]
     return [text for flag, value in values if value != flag.default for text in flag.write(value)]
 

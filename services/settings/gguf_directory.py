@@ -25,11 +25,8 @@ _DTYPE = "bfloat16"
 
 
 def gguf_directory(file: Path) -> Path:
-    """Return the directory, and write it if the file is new.
-
-    Raises ConfigError if the file cannot be read, has an unsupported model, or the directory cannot be
-    written.
-    """
+    """Return the directory, and write it if the file is new. Raises ConfigError if the file cannot be read,
+    has an unsupported model, or the directory cannot be written."""
     try:
         stat = file.stat()
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "isthmus" / "gguf"

@@ -115,10 +115,8 @@ def gguf_weights_of(directory: Path) -> Path | None:
 
 
 def gguf_of(path: Path) -> Path | None:
-    """Return `path` if it is a GGUF file, or the only one in a directory that is no checkpoint.
-
-    Raises ConfigError if a directory has several, or a file of that suffix is no GGUF file.
-    """
+    """Return `path` if it is a GGUF file, or the only one in a directory that is no checkpoint. Raises
+    ConfigError if a directory has several, or a file of that suffix is no GGUF file."""
     found = [path] if path.is_file() else sorted(path.glob("*.gguf")) if path.is_dir() else []
     if not found or (path.is_dir() and (path / "config.json").is_file()):
         return None

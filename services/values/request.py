@@ -78,10 +78,7 @@ _MAX_BAD_IDS = 65_536
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """These parameters decide how tokens are chosen; the fields are those of common.proto, with defaults
-    filled in.
-
-    Raises InvalidRequest that names a field whose value is out of range.
-    """
+    filled in. Raises InvalidRequest that names a field whose value is out of range."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -202,10 +199,8 @@ def reusable_of(sampling: SamplingParams, prompt_len: int) -> float:
 
 
 def scored_of(sampling: SamplingParams, prompt_len: int) -> range:
-    """Return the positions of a prompt whose tokens' log-probabilities are requested.
-
-    Raises InvalidRequest that names the field if they are not in the prompt, or too many.
-    """
+    """Return the positions of a prompt whose tokens' log-probabilities are requested. Raises InvalidRequest
+    that names the field if they are not in the prompt, or too many."""
     num_top, start = sampling.prompt_logprobs, sampling.prompt_logprobs_start
     if num_top is None:
         return range(0)

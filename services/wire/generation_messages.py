@@ -56,10 +56,8 @@ class PackedIds:
 
 
 def unpacked(varints: bytes) -> "array[int]":
-    """Return the numbers of at least one varint, all below 2**32.
-
-    Raises ValueError if the last one is cut off, or if one has more than five bytes or 32 bits.
-    """
+    """Return the numbers of at least one varint, all below 2**32. Raises ValueError if the last one is cut
+    off, or if one has more than five bytes or 32 bits."""
     octets = np.frombuffer(_BEFORE + varints, np.uint8)
     ends = np.flatnonzero(octets[len(_BEFORE) :] < _MORE)
     if not len(ends) or ends[-1] != len(varints) - 1:

@@ -296,10 +296,8 @@ class LocalCluster:
     async def _until_ready(self) -> None:
         """Return when every router sees every rank and can place a request.
 
-        Raises:
-            ConfigError: A process refused its settings, or the shape's ready_timeout_s is over.
-            Unavailable: A process ended for another reason; another start may succeed.
-        """
+        Raises ConfigError if a process refused its settings, or the shape's ready_timeout_s is over, and
+        Unavailable if one ended for another reason: another start may succeed."""
         died = asyncio.create_task(self.wait_for_exit())
         ready = asyncio.create_task(self._routers_ready())
         try:

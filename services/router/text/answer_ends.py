@@ -34,10 +34,8 @@ class EndOfSequence:
 
 
 def find_end_of_sequence(configs: Mapping[str, Mapping[str, Any]], tokenizer: int | None) -> EndOfSequence:
-    """Return the ids of the first of `configs`, by file name, that states any.
-
-    Raises ConfigError where it states something other than token ids.
-    """
+    """Return the ids of the first of `configs`, by file name, that states any. Raises ConfigError where it
+    states something other than token ids."""
     for source, config in configs.items():
         text_config = config.get("text_config") or {}  # Multimodal checkpoints have it there.
         if stated := _ids(source, config.get("eos_token_id", text_config.get("eos_token_id"))):
@@ -54,10 +52,7 @@ def _ids(source: str, value: Any) -> tuple[int, ...]:
 
 class StopStrings:
     """This searches one stream of text. With `included` the match is released, too, so that no text is held
-    back.
-
-    Raises ValueError where a stop string is empty.
-    """
+    back. Raises ValueError where a stop string is empty."""
 
     def __init__(self, stop: tuple[str, ...], included: bool = False) -> None:
         if not all(stop):
