@@ -67,7 +67,7 @@ async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_p
             d1.resume(10, 20, 99)
             d2.store(500, 501)
             d2.resume(501)
-            await until(lambda: all(m.match_all([500, 501]) == {d2.id.key: 2} for m in both))
+            await until(lambda: all(m.index.match_all([500, 501]) == {d2.id.key: 2} for m in both))
             await until(lambda: all(d1.is_mirrored_by(m) and len(m.ranks) == 3 for m in both))
             pins.pin("old", HOME)
             await until(lambda: all(m.pin("old") for m in both))
@@ -100,7 +100,7 @@ async def test_ranks_and_routers_find_their_way_back_and_none_of_them_ends(tmp_p
             await until(lambda m=mirror: not m.ranks[d2.id.key].registered)
             mirror.mark_dead(d2.id.key)
             assert set(mirror.ranks) == {rank.id.key for rank in (d0, d1, d3)}
-            assert mirror.match_all([500]) == {} and mirror.match_all([0]) == {d0.id.key: 1}
+            assert mirror.index.match_all([500]) == {} and mirror.index.match_all([0]) == {d0.id.key: 1}
             assert mirror.pin("old") and mirror.torn_values == 0
         pins.pin("newer", HOME)
         await until(lambda: all(m.pin("newer") for m in both))

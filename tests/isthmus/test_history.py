@@ -3,7 +3,7 @@
 import pytest
 
 from isthmus import InvalidRequest, Message, ToolCall
-from isthmus.history import History, check_options
+from isthmus.base import History, check_options
 from isthmus.values.answer import Growing
 from router.scripted_router import finished
 from services.wire.isthmus.v1 import common_pb2

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.cli import screen
@@ -10,14 +9,14 @@ from services.cli.router_client import RanksConfig, ask_for_ranks
 from services.cli.table import format_rank, format_table
 from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
-from services.index.read.mirror import Mirror
+from services.index.read.mirror import Mirror, RankView
 from services.settings.flags import load
 from services.values.errors import Unavailable, root_cause
+from services.values.rank import RankKey
 from services.wire import convert
 from services.wire.isthmus.v1 import generation_pb2
 
 _LISTING_TIMEOUT_S = 10.0
-_BASE = ("rank", "role", "state", "generation", "blocks", "resumable", "epoch", "sequence", "record age")
 # These are shown if a rank reports where it can continue computing.
 _OF_RESUMING = {"resumable", "resume trust"}
 _WHEREVER_IT_HOLDS = "all"
@@ -65,62 +64,46 @@ def format_answer(answer: generation_pb2.ListRanksResponse, width: int | None = 
     be evicted / all. `pending` counts prompt tokens. `KV by` names the paths by which a prefill rank has sent
     KV.
     """
-    headings = (
-        *_BASE,
-        "behind",
-        "trust",
-        "resume trust",
-        "running",
-        "waiting",
-        "pending",
-        "tokens/s",
-        "pages",
-        "KV by",
-        "note",
-    )
-    rows = [_answered(rank) for rank in answer.ranks]
-    resuming = any(rank.HasField("resumable_blocks") for rank in answer.ranks)
-    table = _table(headings, rows, resuming, width)
     lines = [f"the index is {answer.staleness_s:.3f} s behind the ranks"]
     if answer.degraded:
         lines.append(f"degraded: {answer.degraded}")
-    return "\n".join([*lines, table if answer.ranks else "no rank is registered"])
+    return "\n".join([*lines, _table([_answered(rank) for rank in answer.ranks], width)])
 
 
 _LEAD = ("rank", "role", "state", "blocks")
 
 
-def _table(
-    headings: Sequence[str], rows: Sequence[Sequence[object]], resuming: bool, width: int | None
-) -> str:
-    shown = [i for i, heading in enumerate(headings) if resuming or heading not in _OF_RESUMING]
-    picked = [[row[i] for i in shown] for row in rows]
-    return format_table([headings[i] for i in shown], picked, width, _LEAD)
+def _table(rows: list[dict[str, object]], width: int | None) -> str:
+    if not rows:
+        return "no rank is registered"
+    resuming = any(row["resumable"] != _WHEREVER_IT_HOLDS for row in rows)
+    headings = [heading for heading in rows[0] if resuming or heading not in _OF_RESUMING]
+    return format_table(headings, [[row[heading] for heading in headings] for row in rows], width, _LEAD)
 
 
-def _answered(rank: generation_pb2.RankStatus) -> tuple[object, ...]:
+def _answered(rank: generation_pb2.RankStatus) -> dict[str, object]:
     load = rank.load
-    return (
-        format_rank(rank.rank),
-        convert.role_from_proto(rank.role).value,
-        rank.state,
-        f"{rank.rank.generation:016x}",
-        rank.index_blocks,
-        rank.resumable_blocks if rank.HasField("resumable_blocks") else _WHEREVER_IT_HOLDS,
-        rank.epoch,
-        rank.next_sequence,
-        _age(rank.record_age_s, rank.current),
-        f"{rank.staleness_s:.3f} s",
-        f"{rank.trust:.2f}",
-        f"{rank.resume_trust:.2f}" if rank.HasField("resume_trust") else "",
-        load.running,
-        load.waiting,
-        rank.pending_tokens,
-        f"{rank.prefill_tokens_per_s:.0f}",
-        f"{load.used_pages}+{load.cached_pages}/{load.total_pages}",
-        ", ".join(sorted({path.kind for path in load.kv_paths})),
-        _note(rank),
-    )
+    return {
+        "rank": format_rank(rank.rank),
+        "role": convert.role_from_proto(rank.role).value,
+        "state": rank.state,
+        "generation": f"{rank.rank.generation:016x}",
+        "blocks": rank.index_blocks,
+        "resumable": rank.resumable_blocks if rank.HasField("resumable_blocks") else _WHEREVER_IT_HOLDS,
+        "epoch": rank.epoch,
+        "sequence": rank.next_sequence,
+        "record age": _age(rank.record_age_s, rank.current),
+        "behind": f"{rank.staleness_s:.3f} s",
+        "trust": f"{rank.trust:.2f}",
+        "resume trust": f"{rank.resume_trust:.2f}" if rank.HasField("resume_trust") else "",
+        "running": load.running,
+        "waiting": load.waiting,
+        "pending": rank.pending_tokens,
+        "tokens/s": f"{rank.prefill_tokens_per_s:.0f}",
+        "pages": f"{load.used_pages}+{load.cached_pages}/{load.total_pages}",
+        "KV by": ", ".join(sorted({path.kind for path in load.kv_paths})),
+        "note": _note(rank),
+    }
 
 
 def _note(rank: generation_pb2.RankStatus) -> str:
@@ -129,29 +112,27 @@ def _note(rank: generation_pb2.RankStatus) -> str:
 
 
 def format_ranks(mirror: Mirror, width: int | None = None) -> str:
-    rows, resuming = [], False
-    for key, view in sorted(mirror.ranks.items(), key=lambda item: item[0]):
-        registration, progress = view.registration, mirror.progress(key)
-        reports = registration.reports_checkpoints
-        resuming = resuming or reports
-        rows.append(
-            (
-                str(key),
-                registration.role.value,
-                view.condition,
-                f"{registration.id.generation:016x}",
-                mirror.index.num_blocks(key),
-                mirror.index.checkpoints.num_blocks(key) if reports else _WHEREVER_IT_HOLDS,
-                progress.epoch,
-                progress.next_seq,
-                _age(progress.age_s, progress.current),
-                registration.total_pages,
-                registration.address.endpoint,
-                registration.model,
-            )
-        )
-    headings = (*_BASE, "pages", "endpoint", "model")
-    return _table(headings, rows, resuming, width) if rows else "no rank is registered"
+    ranks = sorted(mirror.ranks.items(), key=lambda item: item[0])
+    return _table([_mirrored(mirror, key, view) for key, view in ranks], width)
+
+
+def _mirrored(mirror: Mirror, key: RankKey, view: RankView) -> dict[str, object]:
+    registration, progress, index = view.registration, mirror.progress(key), mirror.index
+    reports = registration.reports_checkpoints
+    return {
+        "rank": str(key),
+        "role": registration.role.value,
+        "state": view.condition,
+        "generation": f"{registration.id.generation:016x}",
+        "blocks": index.num_blocks(key),
+        "resumable": index.checkpoints.num_blocks(key) if reports else _WHEREVER_IT_HOLDS,
+        "epoch": progress.epoch,
+        "sequence": progress.next_seq,
+        "record age": _age(progress.age_s, progress.current),
+        "pages": registration.total_pages,
+        "endpoint": registration.address.endpoint,
+        "model": registration.model,
+    }
 
 
 def _age(age_s: float, current: bool) -> str:

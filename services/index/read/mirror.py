@@ -20,7 +20,7 @@ import gc
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -281,9 +281,6 @@ class Mirror:
 
     def progress(self, rank: RankKey) -> RankProgress:
         return self.blocks.progress(rank)
-
-    def match_all(self, hashes: Sequence[int]) -> dict[RankKey, int]:
-        return self.index.match_all(hashes)
 
     def pin(self, conversation: str) -> Pin | None:
         known = self.known_pin(pin_name(conversation))

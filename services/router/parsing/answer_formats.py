@@ -20,7 +20,7 @@ from services.router.parsing.listed import (
     listed,
     python_call,
 )
-from services.router.parsing.marked import NO_WRAPPING, CallMarkers, Thinking, Wrapping
+from services.router.parsing.marked import CallMarkers, Thinking, Wrapping
 
 HARMONY, TEMPLATE, NONE, AUTO = "harmony", "template", "none", "auto"
 
@@ -30,7 +30,6 @@ class CallFormat:
     """A template with all of `signs` in it uses this format. `markers` may be special tokens of the
     tokenizer, or contain some; other special tokens in an answer are not text."""
 
-    name: str
     signs: tuple[str, ...]
     call_markers: CallMarkers
     markers: tuple[str, ...]
@@ -38,22 +37,16 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingFormat:
-    name: str
-    signs: tuple[str, ...]  # A template with any of these in it uses this format.
     thinking: Thinking
-    wrapping: Wrapping = NO_WRAPPING
+    signs: tuple[str, ...]  # A template with any of these in it uses this format.
+    wrapping: Wrapping
 
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.thinking.opens, self.thinking.closes, *self.wrapping.opens, *self.wrapping.closes)
 
 
-def _by_name(formats: Iterable[CallFormat]) -> Mapping[str, CallFormat]:
-    return {each.name: each for each in formats}
-
-
 def _listed(
-    name: str,
     signs: tuple[str, ...],
     opens: tuple[str, ...],
     closes: tuple[str, ...] = (),
@@ -63,24 +56,22 @@ def _listed(
     call: ReadCall | None = None,
 ) -> CallFormat:
     read = partial(listed, closes=closes, leads=leads, must_lead=must_lead, call=call)
-    return CallFormat(name, signs, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
+    return CallFormat(signs, CallMarkers(opens, read, begins), (*opens, *closes, *leads))
 
 
-def _gemma(name: str, opens: str, closes: str, spoken: Literals) -> CallFormat:
+def _gemma(opens: str, closes: str, spoken: Literals) -> CallFormat:
     read = partial(gemma_call, literals=spoken, closes=(closes,))
-    return CallFormat(name, (opens,), CallMarkers((opens,), read), (opens, closes, *spoken.quotes))
+    return CallFormat((opens,), CallMarkers((opens,), read), (opens, closes, *spoken.quotes))
 
 
-def _tagged(
-    name: str, signs: tuple[str, ...], opens: tuple[str, ...], tags: tagged.Tags, *markers: str
-) -> CallFormat:
-    return CallFormat(name, signs, CallMarkers(opens, tags.read), markers)
+def _tagged(signs: tuple[str, ...], opens: tuple[str, ...], tags: tagged.Tags, *markers: str) -> CallFormat:
+    return CallFormat(signs, CallMarkers(opens, tags.read), markers)
 
 
-def _dsml(name: str, block: str) -> CallFormat:
+def _dsml(block: str) -> CallFormat:
     """Return the format, which reads both kinds of blocks, whichever the template writes."""
     opens = (*tagged.DSML_OPENS, tagged.DSML.call)
-    return _tagged(name, ("｜DSML｜", block), opens, tagged.DSML, "｜DSML｜")
+    return _tagged(("｜DSML｜", block), opens, tagged.DSML, "｜DSML｜")
 
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
@@ -96,157 +87,146 @@ _GIGACHAT = ("function call<|role_sep|>", "<|function_call|>")
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 
 # The first format whose signs a template has is used, so formats with more signs come first.
-CALL_FORMATS = _by_name(
-    [
-        CallFormat(
-            "minimax_m3",
-            (tagged.MINIMAX_M3,),
-            CallMarkers((tagged.MINIMAX_M3_OPENS,), tagged.minimax_m3),
-            (tagged.MINIMAX_M3, _CALL, _CALL_END),
-        ),
-        CallFormat(
-            "seed_oss",
-            (tagged.SEED_OPENS,),
-            CallMarkers((tagged.SEED_OPENS, "<function="), tagged.seed),
-            (tagged.SEED_OPENS, tagged.SEED_ENDS),
-        ),
-        CallFormat("kimi_k2", _KIMI[:2], CallMarkers(_KIMI[:2], tagged.kimi_k2), _KIMI),
-        _tagged(
-            "kimi_k3",
-            ("<|open|>", "<|close|>", "<|sep|>"),
-            (tagged.KIMI_K3_OPENS,),
-            tagged.KIMI_K3,
-            *("<|open|>", "<|close|>", "<|sep|>"),
-        ),
-        _dsml("deepseek_v32", "function_calls>"),
-        _dsml("deepseek_v4", "tool_calls>"),
-        _gemma("gemma4", "<|tool_call>", "<tool_call|>", GEMMA),
-        _gemma("functiongemma", "<start_function_call>", "<end_function_call>", FUNCTION_GEMMA),
-        CallFormat("hy3", (tagged.HY_OPENS,), CallMarkers((tagged.HY_OPENS,), tagged.hy), tagged.HY_MARKERS),
-        _tagged("minicpm5", ("<function name=",), (tagged.MINICPM.call,), tagged.MINICPM),
-        CallFormat(
-            "muse",
-            (tagged.MUSE_OPENS,),
-            CallMarkers((tagged.MUSE_OPENS,), tagged.muse, begins=("to=",)),
-            _MUSE_FRAME,
-        ),
-        _listed("cohere", ("<|START_ACTION|>",), ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
-        _listed(
-            "apertus", ("<|tools_prefix|>",), ("<|tools_prefix|>",), ("<|tools_suffix|>",), call=keyed_call
-        ),
-        _listed("internlm2", ("<|action_start|>", "<|plugin|>"), _INTERNLM, ("<|action_end|>",)),
-        _listed("gigachat3", ("<|role_sep|>", "<|message_sep|>"), _GIGACHAT),
-        _listed("nemotron_nano_v2", ("<TOOLCALL>",), ("<TOOLCALL>",), ("</TOOLCALL>",)),
-        _listed("lfm2", ("List of tools: ",), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
-        _listed("granite", ("<|tool_call|>",), ("<|tool_call|>", _CALL), (_CALL_END,)),
-        _listed("granite_20b_fc", ("<function_call>",), ("<function_call>",)),
-        _listed("phi4_mini", ("functools[",), ("functools[",), begins=("{", "[")),
-        _listed(
-            "llama4",
-            ("<|header_start|>",),
-            ("<|python_start|>",),
-            ("<|python_end|>",),
-            begins=("{", "["),
-            leads=("<|python_end|>",),
-        ),
-        _listed("tool_calls", ("<tool_calls>",), ("<tool_calls>",), ("</tool_calls>",)),
-        CallFormat("minimax_m2", _MINIMAX[:1], CallMarkers(_MINIMAX[:1], calls.minimax), _MINIMAX),
-        CallFormat(
-            "qwen3_coder",
-            ("<function=", "<parameter="),
-            CallMarkers((_CALL, "<function="), calls.qwen3_coder),
-            (_CALL, _CALL_END),
-        ),
-        CallFormat(
-            "glm45",
-            ("<arg_key>", "<arg_value>"),
-            CallMarkers((_CALL,), calls.glm),
-            (_CALL, _CALL_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        ),
-        CallFormat("hermes", (_CALL,), CallMarkers((_CALL,), calls.hermes), (_CALL, _CALL_END)),
-        CallFormat(
-            "deepseek_v3",
-            (_DEEPSEEK[0], "```json"),
-            CallMarkers(_DEEPSEEK[:1], calls.deepseek_v3),
-            _DEEPSEEK_MARKERS,
-        ),
-        CallFormat(
-            "deepseek_v31",
-            _DEEPSEEK[:1],
-            CallMarkers(_DEEPSEEK[:1], calls.deepseek_v31),
-            _DEEPSEEK_MARKERS,
-        ),
-        CallFormat(
-            "mistral",
-            ("[TOOL_CALLS]",),
-            CallMarkers(("[TOOL_CALLS]",), calls.mistral),
-            ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        ),
-        CallFormat(
-            "llama3_json",
-            ("<|start_header_id|>", '"parameters"'),
-            CallMarkers(("<|python_tag|>",), calls.llama3_json, begins=("{",)),
-            ("<|python_tag|>",),
-        ),
-        _listed(
-            "command_r",
-            ("Action:", "```json", "<|CHATBOT_TOKEN|>"),
-            ("Action:",),
-            ("```",),
-            must_lead="```json",
-        ),
-        _listed("pythonic", ("func_name1(",), (), begins=("[",), call=python_call),
-        _listed(
-            "json_list",
-            ('"arguments": {"arg',),
-            (),
-            ("```",),
-            begins=("[", "```"),
-            leads=("```json", "```"),
-            call=json_call,
-        ),
-    ]
-)
-THINKING_FORMATS = {
-    each.name: each
-    for each in (
-        ThinkingFormat("seed", ("<seed:think>",), Thinking("<seed:think>", "</seed:think>")),
-        ThinkingFormat("minimax_m3", ("<mm:think>",), Thinking("<mm:think>", "</mm:think>")),
-        ThinkingFormat("hy3", ("<think:opensource>",), Thinking("<think:opensource>", "</think:opensource>")),
-        ThinkingFormat("gemma4", ("<|channel>",), Thinking("<|channel>thought", "<channel|>")),
-        ThinkingFormat("apertus", ("<|inner_prefix|>",), Thinking("<|inner_prefix|>", "<|inner_suffix|>")),
-        ThinkingFormat(
-            "cohere",
-            ("<|START_THINKING|>",),
-            Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-            Wrapping(("<|START_RESPONSE|>", "<|START_TEXT|>"), ("<|END_RESPONSE|>", "<|END_TEXT|>")),
-        ),
-        ThinkingFormat(
-            "muse",
-            ("to=self<|message|>",),
-            Thinking("to=self<|message|>", "<|eom|>"),
-            Wrapping(("<|start|>assistant", "to=user<|message|>", "<|message|>"), ("<|eom|>", "<|eot|>")),
-        ),
-        ThinkingFormat(
-            "kimi_k3",
-            ("<|open|>think<|sep|>",),
-            Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
-            Wrapping(("<|open|>response<|sep|>",), ("<|close|>response<|sep|>", "<|close|>message<|sep|>")),
-        ),
-        ThinkingFormat(
-            "granite",
-            ("Here is my thought process:",),
-            Thinking("Here is my thought process:", "Here is my response:"),
-        ),
-        ThinkingFormat(
-            "think_answer",
-            ("<answer>", "<response></response>", "<|extra_0|>"),
-            Thinking("<think>", "</think>"),
-            Wrapping(("<answer>", "<response>"), ("</answer>", "</response>")),
-        ),
-        ThinkingFormat("think", ("<think>", "</think>"), Thinking("<think>", "</think>")),
-        ThinkingFormat("mistral", ("[THINK]",), Thinking("[THINK]", "[/THINK]")),
-    )
+CALL_FORMATS: Mapping[str, CallFormat] = {
+    "minimax_m3": CallFormat(
+        (tagged.MINIMAX_M3,),
+        CallMarkers((tagged.MINIMAX_M3_OPENS,), tagged.minimax_m3),
+        (tagged.MINIMAX_M3, _CALL, _CALL_END),
+    ),
+    "seed_oss": CallFormat(
+        (tagged.SEED_OPENS,),
+        CallMarkers((tagged.SEED_OPENS, "<function="), tagged.seed),
+        (tagged.SEED_OPENS, tagged.SEED_ENDS),
+    ),
+    "kimi_k2": CallFormat(_KIMI[:2], CallMarkers(_KIMI[:2], tagged.kimi_k2), _KIMI),
+    "kimi_k3": _tagged(
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        (tagged.KIMI_K3_OPENS,),
+        tagged.KIMI_K3,
+        *("<|open|>", "<|close|>", "<|sep|>"),
+    ),
+    "deepseek_v32": _dsml("function_calls>"),
+    "deepseek_v4": _dsml("tool_calls>"),
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", GEMMA),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", FUNCTION_GEMMA),
+    "hy3": CallFormat((tagged.HY_OPENS,), CallMarkers((tagged.HY_OPENS,), tagged.hy), tagged.HY_MARKERS),
+    "minicpm5": _tagged(("<function name=",), (tagged.MINICPM.call,), tagged.MINICPM),
+    "muse": CallFormat(
+        (tagged.MUSE_OPENS,),
+        CallMarkers((tagged.MUSE_OPENS,), tagged.muse, begins=("to=",)),
+        _MUSE_FRAME,
+    ),
+    "cohere": _listed(("<|START_ACTION|>",), ("<|START_ACTION|>",), ("<|END_ACTION|>",)),
+    "apertus": _listed(("<|tools_prefix|>",), ("<|tools_prefix|>",), ("<|tools_suffix|>",), call=keyed_call),
+    "internlm2": _listed(("<|action_start|>", "<|plugin|>"), _INTERNLM, ("<|action_end|>",)),
+    "gigachat3": _listed(("<|role_sep|>", "<|message_sep|>"), _GIGACHAT),
+    "nemotron_nano_v2": _listed(("<TOOLCALL>",), ("<TOOLCALL>",), ("</TOOLCALL>",)),
+    "lfm2": _listed(("List of tools: ",), ("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    "granite": _listed(("<|tool_call|>",), ("<|tool_call|>", _CALL), (_CALL_END,)),
+    "granite_20b_fc": _listed(("<function_call>",), ("<function_call>",)),
+    "phi4_mini": _listed(("functools[",), ("functools[",), begins=("{", "[")),
+    "llama4": _listed(
+        ("<|header_start|>",),
+        ("<|python_start|>",),
+        ("<|python_end|>",),
+        begins=("{", "["),
+        leads=("<|python_end|>",),
+    ),
+    "tool_calls": _listed(("<tool_calls>",), ("<tool_calls>",), ("</tool_calls>",)),
+    "minimax_m2": CallFormat(_MINIMAX[:1], CallMarkers(_MINIMAX[:1], calls.minimax), _MINIMAX),
+    "qwen3_coder": CallFormat(
+        ("<function=", "<parameter="),
+        CallMarkers((_CALL, "<function="), calls.qwen3_coder),
+        (_CALL, _CALL_END),
+    ),
+    "glm45": CallFormat(
+        ("<arg_key>", "<arg_value>"),
+        CallMarkers((_CALL,), calls.glm),
+        (_CALL, _CALL_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "hermes": CallFormat((_CALL,), CallMarkers((_CALL,), calls.hermes), (_CALL, _CALL_END)),
+    "deepseek_v3": CallFormat(
+        (_DEEPSEEK[0], "```json"),
+        CallMarkers(_DEEPSEEK[:1], calls.deepseek_v3),
+        _DEEPSEEK_MARKERS,
+    ),
+    "deepseek_v31": CallFormat(
+        _DEEPSEEK[:1],
+        CallMarkers(_DEEPSEEK[:1], calls.deepseek_v31),
+        _DEEPSEEK_MARKERS,
+    ),
+    "mistral": CallFormat(
+        ("[TOOL_CALLS]",),
+        CallMarkers(("[TOOL_CALLS]",), calls.mistral),
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
+    "llama3_json": CallFormat(
+        ("<|start_header_id|>", '"parameters"'),
+        CallMarkers(("<|python_tag|>",), calls.llama3_json, begins=("{",)),
+        ("<|python_tag|>",),
+    ),
+    "command_r": _listed(
+        ("Action:", "```json", "<|CHATBOT_TOKEN|>"),
+        ("Action:",),
+        ("```",),
+        must_lead="```json",
+    ),
+    "pythonic": _listed(("func_name1(",), (), begins=("[",), call=python_call),
+    "json_list": _listed(
+        ('"arguments": {"arg',),
+        (),
+        ("```",),
+        begins=("[", "```"),
+        leads=("```json", "```"),
+        call=json_call,
+    ),
+}
+
+
+def _thinking(
+    opens: str,
+    closes: str,
+    before: tuple[str, ...] = (),
+    behind: tuple[str, ...] = (),
+    signs: tuple[str, ...] = (),
+) -> ThinkingFormat:
+    return ThinkingFormat(Thinking(opens, closes), signs or (opens,), Wrapping(before, behind))
+
+
+THINKING_FORMATS: Mapping[str, ThinkingFormat] = {
+    "seed": _thinking("<seed:think>", "</seed:think>"),
+    "minimax_m3": _thinking("<mm:think>", "</mm:think>"),
+    "hy3": _thinking("<think:opensource>", "</think:opensource>"),
+    "gemma4": _thinking("<|channel>thought", "<channel|>", signs=("<|channel>",)),
+    "apertus": _thinking("<|inner_prefix|>", "<|inner_suffix|>"),
+    "cohere": _thinking(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_RESPONSE|>", "<|START_TEXT|>"),
+        ("<|END_RESPONSE|>", "<|END_TEXT|>"),
+    ),
+    "muse": _thinking(
+        "to=self<|message|>",
+        "<|eom|>",
+        ("<|start|>assistant", "to=user<|message|>", "<|message|>"),
+        ("<|eom|>", "<|eot|>"),
+    ),
+    "kimi_k3": _thinking(
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        ("<|open|>response<|sep|>",),
+        ("<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    "granite": _thinking("Here is my thought process:", "Here is my response:"),
+    "think_answer": _thinking(
+        "<think>",
+        "</think>",
+        ("<answer>", "<response>"),
+        ("</answer>", "</response>"),
+        signs=("<answer>", "<response></response>", "<|extra_0|>"),
+    ),
+    "think": _thinking("<think>", "</think>", signs=("<think>", "</think>")),
+    "mistral": _thinking("[THINK]", "[/THINK]"),
 }
 TOOL_PARSERS = (AUTO, NONE, TEMPLATE, HARMONY, *CALL_FORMATS)
 REASONING_PARSERS = (AUTO, NONE, TEMPLATE, HARMONY, *THINKING_FORMATS)

@@ -232,6 +232,6 @@ def test_nothing_that_stands_in_etcd_ends_a_mirror(values: list[tuple[bytes, byt
             KeyChange(KEYS.head(rank), encode_head(PrefixHead(LIFE, 1, 0, 1)), 1000),
         )
         await mirror._apply(WatchBatch(1000, good))
-        assert mirror.match_all([1, 2, 3])[rank] == 3 and rank in mirror.ranks
+        assert mirror.index.match_all([1, 2, 3])[rank] == 3 and rank in mirror.ranks
 
     asyncio.run(play())

@@ -45,11 +45,11 @@ async def test_a_lapsed_lease_makes_suspect_and_only_a_health_check_kills(
         task.cancel()
         await until(lambda: mirror.ranks[key].state is RankState.SUSPECT)
         since_s = mirror.ranks[key].since_s
-        assert mirror.match_all([1, 2, 9]) == {key: 2}
+        assert mirror.index.match_all([1, 2, 9]) == {key: 2}
         mirror.mark_live(key)
         assert mirror.ranks[key].state is RankState.LIVE and mirror.ranks[key].since_s >= since_s
         mirror.mark_dead(key)
-        assert (mirror.ranks, mirror.match_all([1]), mirror.progress(key).current) == ({}, {}, False)
+        assert (mirror.ranks, mirror.index.match_all([1]), mirror.progress(key).current) == ({}, {}, False)
         mirror.mark_dead(key)
         mirror.mark_live(key)
         assert mirror.ranks == {}
@@ -64,7 +64,7 @@ async def test_a_registered_rank_that_fails_a_check_is_suspect_not_forgotten(
         await until(lambda: rank.is_mirrored_by(mirror))
         mirror.mark_dead(rank.id.key)
         assert mirror.ranks[rank.id.key].state is RankState.SUSPECT
-        assert mirror.match_all([1]) == {rank.id.key: 1}
+        assert mirror.index.match_all([1]) == {rank.id.key: 1}
 
 
 async def test_a_lost_lease_is_replaced_and_everything_is_written_again(
@@ -99,7 +99,7 @@ async def test_a_rank_that_drains_says_so_and_then_is_gone(etcd: Etcd, keys: Clu
         await until(lambda: rank.is_mirrored_by(mirror))
         task.cancel()
         await until(lambda: key not in mirror.ranks)
-        assert mirror.match_all([1, 2]) == {} and not mirror.progress(key).current
+        assert mirror.index.match_all([1, 2]) == {} and not mirror.progress(key).current
 
 
 async def test_a_rank_that_reads_others_files_since_says_so(etcd: Etcd, keys: ClusterKeys) -> None:
@@ -150,11 +150,11 @@ async def test_a_rank_that_drains_is_killed_and_started_again(etcd: Etcd, keys: 
         assert await old.membership.say_draining(True)
         async with running(new.run()):  # under the same name, before the old lease is gone
             await until(lambda: mirror.ranks[new.id.key].registration.id == new.id)
-            assert mirror.match_all([0, 1]) == {} and not mirror.ranks[new.id.key].draining
+            assert mirror.index.match_all([0, 1]) == {} and not mirror.ranks[new.id.key].draining
             task.cancel()
             new.store(0)
             await until(lambda: new.is_mirrored_by(mirror))
-            assert mirror.match_all([0, 1]) == {new.id.key: 1}
+            assert mirror.index.match_all([0, 1]) == {new.id.key: 1}
 
 
 async def test_with_etcd_away_nobody_is_told_of_draining_and_it_ends_all_the_same(
