@@ -140,9 +140,7 @@ def _thresholds(steps: Sequence[tuple[str, float | None]]) -> dashboard.Threshol
     return dashboard.ThresholdsConfig().mode(dashboard_models.ThresholdsMode.ABSOLUTE).steps(made)
 
 
-def tile(
-    title: str, unit: str, description: str, expr: str, limits: Limits | None = None, span: int = 4
-) -> stat.Panel:
+def tile(title: str, unit: str, description: str, expr: str, limits: Limits | None = None) -> stat.Panel:
     """One number, in white on a plain ground: dark, amber or red."""
     panel = (
         stat.Panel()
@@ -151,7 +149,7 @@ def tile(
         .description(description)
         .datasource(SOURCE)
         .height(_TILE_HEIGHT)
-        .span(span)
+        .span(4)
         .color_mode(common_models.BigValueColorMode.BACKGROUND_SOLID)
         .graph_mode(common_models.BigValueGraphMode.NONE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))

@@ -65,9 +65,8 @@ logger = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-Observe = Callable[
-    [str, float, bool], None
-]  # The arguments are the method, the seconds, and whether it failed.
+# The arguments are the method, the seconds, and whether it failed.
+Observe = Callable[[str, float, bool], None]
 _Metadata = tuple[tuple[str, str], ...]
 
 # A member cut off from the majority refuses at once instead of hanging (etcd rpctypes/metadatafields.go).

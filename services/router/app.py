@@ -170,7 +170,7 @@ async def open_router(
         front = http_app(
             models,
             watch,
-            page=_page(config),
+            page=Page() if config.page == "on" else None,
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             leaves_images_out=config.images == "placeholder",
@@ -304,10 +304,6 @@ async def _serve_grpc(
         busy={GENERATE: generate_handler(service)},
         bounds=servers.ClientBounds(largest, in_flight, num_connections, config.grpc_idle_s),
     )
-
-
-def _page(config: RouterConfig) -> Page | None:
-    return Page() if config.page == "on" else None
 
 
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:

@@ -247,9 +247,8 @@ class LocalCluster:
                 self.router_config = preflight.router_config(name, flags)
             else:
                 ranks.append(preflight.rank_config(name, flags))
-        self.chunk_tokens = ranks[
-            -1
-        ].chunk_tokens  # The plan is read backwards, so this is the first prefill worker.
+        # The plan is read backwards, so this is the first prefill worker.
+        self.chunk_tokens = ranks[-1].chunk_tokens
         for engine in {rank.engine for rank in ranks}:
             preflight.check_checkpoint(shape.model, engine)
         free_bytes, total_bytes = memory.available_bytes(), memory.total_bytes()

@@ -73,9 +73,8 @@ async def check(config: CheckConfig, rng: random.Random) -> int:
 def verdict(first: generation_pb2.Finish, second: generation_pb2.Finish) -> str:
     if second.usage.decode_prefix_len:
         return ""
-    before = (
-        first.placements[-1] if first.placements else first.placement
-    ).decode  # The first turn ended on this rank.
+    # The first turn ended on this rank.
+    before = (first.placements[-1] if first.placements else first.placement).decode
     after = second.placement.decode
     if format_rank(before) != format_rank(after):
         return "the second turn went to another decode rank: `isthmus explain` tells the prices"

@@ -88,9 +88,8 @@ async def follow(
         except IsthmusError as error:
             if not has_begun or not isinstance(error, _PASSING):
                 raise
-            reason = str(error).partition(": `")[
-                0
-            ]  # The advice behind this is cut off, since we retry ourselves.
+            # The advice behind this is cut off, since we retry ourselves.
+            reason = str(error).partition(": `")[0]
         finally:
             call.cancel()
         yield Away(f"{reason}; trying again")
@@ -152,9 +151,7 @@ async def _show(config: TopConfig, leave: Callable[[], None]) -> None:
     async with _news(config) as news:
         if config.json:
             await _print_json(news, config.once)
-        elif config.once:
-            await _print_once(news, config)
-        elif screen.width() is None:
+        elif config.once or screen.width() is None:
             await _print_plain(news, config)
         else:
             with _leaving(leave):
@@ -188,15 +185,6 @@ async def _print_json(news: _Feed, once: bool) -> None:
             return
 
 
-async def _print_once(news: _Feed, config: TopConfig) -> None:
-    view = _View(config)
-    async for each in news:
-        view.add(each)
-        if isinstance(each, News):
-            view.print()
-            return
-
-
 async def _print_plain(news: _Feed, config: TopConfig) -> None:
     view, printed_s = _View(config), float("-inf")
     async for each in news:
@@ -206,6 +194,8 @@ async def _print_plain(news: _Feed, config: TopConfig) -> None:
         elif time.monotonic() - printed_s >= 0.9 * config.interval_s:
             printed_s = time.monotonic()
             view.print()
+            if config.once:
+                return
             print(flush=True)
 
 

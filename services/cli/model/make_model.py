@@ -217,9 +217,8 @@ def make_model(
         window,
     )
     config.update({"initializer_range": initializer_range, **(changes or {})})
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # transformers draws weights from the global generator; we overwrite them.
+    # transformers draws weights from the global generator; we overwrite them.
+    with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fill = family.fill if family else _fill
     fill(model, seed, initializer_range / _GAIN_AT)

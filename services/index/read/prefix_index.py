@@ -243,9 +243,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.checkpoints = ResumableBlocks()
         self._holders = BlockHolders()
-        self._generations: dict[
-            RankKey, Generation
-        ] = {}  # This is the generation of the incarnation that holds the blocks.
+        # This is the generation of the incarnation that holds the blocks.
+        self._generations: dict[RankKey, Generation] = {}
         self._columns: dict[RankKey, int] = {}
         self._file_columns: dict[RankKey, int] = {}
         self._keys: dict[int, RankKey] = {}  # The keys are columns.

@@ -208,9 +208,8 @@ class PromptEncoder:
             case "chat":
                 prompt = PackedIds.of(self._encode_chat(request.chat, past))
             case "token_ids":
-                self._check_len(
-                    len(request.token_ids.ids), name
-                )  # Unpacked ids would take many times their bytes.
+                # Unpacked ids would take many times their bytes.
+                self._check_len(len(request.token_ids.ids), name)
                 prompt = PackedIds.from_proto(request.token_ids)
             case _:
                 raise InvalidRequest("prompt", "must be set: one of text, chat and token_ids")

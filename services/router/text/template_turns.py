@@ -98,12 +98,8 @@ _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _CALL_ID = "call_0123456789abcdef"
 _TEXT_ID = re.compile(r"functions\..+:[0-9]+")
 _HTML_QUOTES = ("&#34;", "&quot;")
-_FILLED = (
-    (),
-    ("description",),
-    ("properties",),
-    ("description", "properties"),
-)  # These members may be missing in a tool.
+# These members may be missing in a tool.
+_FILLED = ((), ("description",), ("properties",), ("description", "properties"))
 _PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}}
 EXAMPLE_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -286,11 +282,8 @@ class TemplateTurns:
     def _takes_thinking_parts(self) -> bool:
         thought, alien = chance(), chance()
         parts = [
-            {
-                "type": "thinking",
-                "thinking": thought,
-                "note": alien,
-            },  # This shows where a list is written as it is.
+            # The note shows where a list is written as it is.
+            {"type": "thinking", "thinking": thought, "note": alien},
             {"type": "text", "text": "x"},
         ]
         question = self.of(Turn("user", "x"))
