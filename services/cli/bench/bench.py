@@ -165,7 +165,7 @@ def sessions_of(config: BenchConfig, chance: Chance) -> Iterator[LoadSession]:
     lengths = (config.input_len, config.output_len, config.range_ratio)
     match config.workload:
         case "random":
-            return workload.random_prompts(chance, config.num_prompts, *lengths)
+            return workload.conversations(chance, config.num_prompts, 1, *lengths)
         case "multi-turn":
             return workload.conversations(chance, config.num_prompts, config.num_turns, *lengths)
         case "trace":

@@ -10,6 +10,7 @@ open loop     starts each session at its time, whatever still runs; `concurrency
 
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -70,12 +71,6 @@ class Chance:
 _SYSTEM, _QUESTION, _LENGTHS, _ORDER, _ARRIVALS, _BLOCK, _TAIL, WARM_UP = range(8)
 
 
-def random_prompts(
-    chance: Chance, count: int, input_len: int, output_len: int, range_ratio: float = 1.0
-) -> Iterator[LoadSession]:
-    return conversations(chance, count, 1, input_len, output_len, range_ratio)
-
-
 def conversations(
     chance: Chance, count: int, num_turns: int, input_len: int, output_len: int, range_ratio: float = 1.0
 ) -> Iterator[LoadSession]:
@@ -96,15 +91,10 @@ def shared_prefixes(
     question_len: int,
     output_len: int,
     range_ratio: float = 1.0,
-    ordered: bool = False,
 ) -> Iterator[LoadSession]:
     """Generate SGLang's workload generated-shared-prefix: the prompts of a group begin with the same system
-    prompt.
-
-    They are shuffled, unless `ordered`.
-    """
-    count = num_groups * prompts_per_group
-    for number in range(count) if ordered else chance.order(count, _ORDER):
+    prompt, and all are shuffled."""
+    for number in chance.order(num_groups * prompts_per_group, _ORDER):
         group = number // prompts_per_group
         system = chance.length(system_prompt_len, range_ratio, _LENGTHS, group, 0, 0)
         question = chance.length(question_len, range_ratio, _LENGTHS, number, 0, 1)
@@ -222,21 +212,19 @@ async def open_loop(
     sleep: Sleep = asyncio.sleep,
 ) -> None:
     """Start each session at its `at_s`. A late session does not delay those after it."""
-    began_s, room = clock(), asyncio.Semaphore(concurrency) if concurrency else None
+    began_s, room = clock(), asyncio.Semaphore(concurrency or sys.maxsize)
 
     async def run_one(session: LoadSession) -> None:
         try:
             await converse(side, session, meter)
         finally:
-            if room is not None:
-                room.release()
+            room.release()
 
     async with asyncio.TaskGroup() as clients:
         for session in sessions:
             assert session.at_s is not None, "a workload of an open loop says when"
             await sleep(max(0.0, began_s + session.at_s - clock()))
-            if room is not None:
-                await room.acquire()
+            await room.acquire()
             clients.create_task(run_one(session))
 
 

@@ -40,13 +40,11 @@ def test_groups_share_their_prefix_and_nothing_else(chance, groups, prompts):
     assert all(len(each) == 1 for each in prefixes.values())
     assert len(set.union(*prefixes.values())) == groups
     assert len({tuple(ids[30:]) for asked in by_group.values() for ids in asked}) == groups * prompts
-    in_order = workload.shared_prefixes(chance, groups, prompts, 30, 20, 5, ordered=True)
-    assert [int(session.name) for session in in_order] == list(range(groups * prompts))
 
 
 @given(chances, st.floats(0.1, 100))
 def test_arrivals(chance, rate):
-    sessions = list(workload.random_prompts(chance, 20, 5, 5))
+    sessions = list(workload.conversations(chance, 20, 1, 5, 5))
     arrived = list(workload.arriving(chance, sessions, rate))
     assert arrived[0].at_s == 0 and [each.turns for each in arrived] == [each.turns for each in sessions]
     assert all(before.at_s < after.at_s for before, after in pairwise(arrived))
@@ -54,11 +52,13 @@ def test_arrivals(chance, rate):
 
 def test_seeds_traces_and_rates(subtests):
     with subtests.test("another seed asks something else"):
-        first, second = (list(workload.random_prompts(Chance(seed, VOCAB_SIZE), 3, 20, 5)) for seed in (1, 2))
+        first, second = (
+            list(workload.conversations(Chance(seed, VOCAB_SIZE), 3, 1, 20, 5)) for seed in (1, 2)
+        )
         prompts = [tuple(session.turns[0].token_ids) for session in first + second]
         assert len(set(prompts)) == 6 and {len(prompt) for prompt in prompts} == {20}
     with subtests.test("a load of more begins with that of less"):
-        few, many = (list(workload.random_prompts(Chance(1, VOCAB_SIZE), n, 20, 5)) for n in (3, 6))
+        few, many = (list(workload.conversations(Chance(1, VOCAB_SIZE), n, 1, 20, 5)) for n in (3, 6))
         assert many[:3] == few
     with subtests.test("a trace"):
         lines = [Traced(500, 1300, 10, (7, 8, 9)), Traced(1500, 1300, 20, (7, 8, 3)), Traced(1500, 60, 1, ())]
@@ -70,7 +70,7 @@ def test_seeds_traces_and_rates(subtests):
         assert prompts[0][:102] == prompts[1][:102], "two blocks of 51 tokens have the same names"
         assert prompts[0][102:] != prompts[1][102:]
     with subtests.test("arrivals are of the rate"):
-        sessions = list(workload.random_prompts(Chance(1, VOCAB_SIZE), 2000, 1, 1))
+        sessions = list(workload.conversations(Chance(1, VOCAB_SIZE), 2000, 1, 1, 1))
         *_, last = workload.arriving(Chance(1, VOCAB_SIZE), sessions, 50.0)
         assert last.at_s == pytest.approx(2000 / 50, rel=0.1)
 
