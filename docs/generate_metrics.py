@@ -22,7 +22,12 @@ from services.engine.paged.shell.paged_engine import steps_metric
 from services.engine.paged.shell.tiers import tier_metrics
 from services.etcd.connection import EtcdSettings
 from services.etcd.etcd_client import Etcd
-from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
+from services.index.index_metrics import (
+    EtcdMetrics,
+    MembershipCollector,
+    MirrorCollector,
+    staleness_histogram,
+)
 from services.index.joining import Schema
 from services.index.keys import ClusterKeys
 from services.index.pins import PinWriter
@@ -110,7 +115,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     async with Etcd(settings, rng=random.Random(0)) as etcd:
         mirror = Mirror(etcd, keys, "r")
         made["router"].register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
-        StalenessMetrics(made["router"])
+        staleness_histogram(made["router"])
         RouterMetrics(made["router"])
         PlanMetrics(made["router"])
         WatchMetrics(made["router"])

@@ -40,17 +40,13 @@ class EtcdMetrics:
             self._failures.labels(method).inc()
 
 
-class StalenessMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._staleness = Histogram(
-            "isthmus_index_update_staleness_seconds",
-            "Age of each delta or snapshot when the router took it in.",
-            buckets=_STALENESS_S,
-            registry=registry,
-        )
-
-    def observe(self, staleness_s: float) -> None:
-        self._staleness.observe(staleness_s)
+def staleness_histogram(registry: CollectorRegistry) -> Histogram:
+    return Histogram(
+        "isthmus_index_update_staleness_seconds",
+        "Age of each delta or snapshot when the router took it in.",
+        buckets=_STALENESS_S,
+        registry=registry,
+    )
 
 
 class MirrorCollector(Collector):

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from services.etcd.etcd_client import Etcd
 from services.host import descriptors
 from services.host.ports import bindable, host_port, listen
-from services.index.index_metrics import EtcdMetrics, MirrorCollector, StalenessMetrics
+from services.index.index_metrics import EtcdMetrics, MirrorCollector, staleness_histogram
 from services.index.joining import Schema, keep_schema
 from services.index.keys import ClusterKeys
 from services.index.pins import PinWriter
@@ -120,7 +120,7 @@ async def open_router(
         etcd = await stack.enter_async_context(
             Etcd(config.etcd_settings(), rng=random.Random(), observe=EtcdMetrics(registry).observe)
         )
-        observe = StalenessMetrics(registry).observe
+        observe = staleness_histogram(registry).observe
         mirror = Mirror(etcd, keys, name, fleet=config.served_name, observe_staleness=observe)
         pins = PinWriter(etcd, keys, mirror.known_pin)
         registry.register(prometheus.OnLoop(MirrorCollector(mirror, pins)))
@@ -170,7 +170,7 @@ async def open_router(
         front = http_app(
             models,
             watch,
-            page=Page() if config.page == "on" else None,
+            page=_page(config),
             keys=api_keys,
             allowed_origins=config.allowed_origins,
             leaves_images_out=config.images == "placeholder",
@@ -304,6 +304,10 @@ async def _serve_grpc(
         busy={GENERATE: generate_handler(service)},
         bounds=servers.ClientBounds(largest, in_flight, num_connections, config.grpc_idle_s),
     )
+
+
+def _page(config: RouterConfig) -> Page | None:
+    return Page() if config.page == "on" else None
 
 
 async def _wait_for_index(mirror: Mirror, *ends: asyncio.Event) -> None:

@@ -5,7 +5,12 @@ from etcd.real_etcd import client, running, until
 from index.cluster import FakeRank, mirroring, registration
 from services.etcd.embedded import EmbeddedEtcd
 from services.index.degraded import Degraded
-from services.index.index_metrics import EtcdMetrics, MembershipCollector, MirrorCollector, StalenessMetrics
+from services.index.index_metrics import (
+    EtcdMetrics,
+    MembershipCollector,
+    MirrorCollector,
+    staleness_histogram,
+)
 from services.index.keys import ClusterKeys
 from services.index.pins import PinWriter
 from services.values.errors import NotFound
@@ -18,7 +23,7 @@ async def test_a_rank_and_a_router_tell_how_the_index_goes(
     async with client(own_server.endpoint, timeout_s=0.5, observe=EtcdMetrics(registry).observe) as etcd:
         rank = FakeRank(etcd, keys, registration())
         registry.register(MembershipCollector(rank.membership))
-        staleness = StalenessMetrics(registry)
+        staleness = staleness_histogram(registry)
         async with running(rank.run()), mirroring(etcd, keys, observe=staleness.observe) as mirror:
             registry.register(MirrorCollector(mirror, PinWriter(etcd, keys, mirror.known_pin)))
             rank.store(1, 2, 3)
