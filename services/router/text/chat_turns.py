@@ -6,7 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.router.tenant_lru import TenantLru
-from services.router.text.answer_message import AnswerCall, canonical_json, digest, with_whole_characters
+from services.router.text.answer_message import (
+    AnswerCall,
+    as_object,
+    canonical_json,
+    digest,
+    with_whole_characters,
+)
 from services.values.errors import InvalidRequest
 from services.wire.isthmus.v1.generation_pb2 import Chat, ChatMessage, Tool, ToolCall, ToolChoice
 
@@ -110,12 +116,8 @@ def _turn(message: ChatMessage, name: str) -> Turn:
 def _call(call: ToolCall, name: str) -> AnswerCall:
     if not call.name:
         raise InvalidRequest(f"{name}.name", "must not be empty")
-    try:
-        arguments = with_whole_characters(call.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = call.arguments  # The check below has a better message.
-    _read_object(arguments, f"{name}.arguments")
-    return AnswerCall(call.id, call.name, arguments)
+    # A model's answer may have broken off in a call. Agents send it back, in every later turn.
+    return AnswerCall(call.id, call.name, with_whole_characters(as_object(call.arguments)))
 
 
 def _tool(tool: Tool, name: str) -> dict[str, Any]:

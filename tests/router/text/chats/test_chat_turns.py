@@ -48,13 +48,12 @@ def test_a_message_is_a_turn() -> None:
     [turn] = read_chat(Chat(messages=[calling("")])).turns
     assert turn.calls == (AnswerCall("1", "f", "{}"),)
 
+    [turn] = read_chat(Chat(messages=[calling('{"a": "x')])).turns  # The answer ended there.
+    assert turn.calls == (AnswerCall("1", "f", '{"a": "x"}'),)
+
 
 def test_a_bad_message_is_refused_by_name(subtests: pytest.Subtests) -> None:
     for message, problem in [
-        (calling("{"), r"tool_calls\[0\]\.arguments must be a JSON object: "),
-        (calling("[]"), r"tool_calls\[0\]\.arguments must be a JSON object$"),
-        (calling("5"), r"tool_calls\[0\]\.arguments must"),
-        (calling("[" * 9000), r"tool_calls\[0\]\.arguments must"),
         (calling(name=""), r"tool_calls\[0\]\.name must not be empty"),
         (ChatMessage(role="user", reasoning="x"), r"reasoning may only be set for an assistant's turn"),
         (
