@@ -223,7 +223,7 @@ def read_input(body: Body) -> list[ChatMessage]:
     if isinstance(given, str):
         return [ChatMessage(role="user", content=check_text(given, "input"))]
     items = body.objects("input")
-    if not items:
+    if not items and not body.text("previous_response_id"):
         raise body.wrong("input", "must be a string or at least one item")
     return _read_items(items)
 

@@ -294,6 +294,20 @@ async def test_a_reference_to_what_is_not_stored_is_refused(subtests: pytest.Sub
     assert len(backend.requests) == 1
 
 
+async def test_a_response_may_be_gone_on_from_without_anything_new() -> None:
+    """langchain-openai sends an empty input then, which OpenAI accepts."""
+    backend = FakeBackend()
+    async with client(backend) as http:
+        first = (await http.post("/v1/responses", json=BODY)).json()
+        for body in ({"input": []}, {}):
+            answer = await http.post("/v1/responses", json={**body, "previous_response_id": first["id"]})
+            assert answer.status_code == 200
+    assert [[turn.role for turn in request.chat.messages] for request in backend.requests] == [
+        ["user"],
+        *[["user", "assistant"]] * 2,
+    ]
+
+
 async def test_what_is_not_stored_cannot_be_gone_on_from() -> None:
     backend = FakeBackend()
     async with client(backend) as http:
