@@ -66,7 +66,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-cluster test-sglang-pair test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-more test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-cluster test-sglang-pair test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -126,6 +126,9 @@ test-exact: $(STAMP) ## combinations against transformers, by pairs and threes; 
 
 test-long: $(STAMP) ## clusters of processes, the tests under mutations, short benchmarks; minutes
 	$(BIN)/python -m pytest -q -n 3 -m "long and not slow"
+
+test-more: $(STAMP) ## these two at once: what waits beside what computes, and each process imports once
+	$(BIN)/python -m pytest -q -n 3 -m "(exact or long) and not slow"
 
 setup-real: $(STAMP)
 	$(BIN)/isthmus fetch-model smollm2
