@@ -1,7 +1,7 @@
-"""Compile the kernel that gathers prompts for GPUs of one compute capability, down to their machine code.
+"""Compile the kernel that gathers prompts for GPUs, down to their machine code.
 
-    python compile_gather_kernel.py 90 '[["bf16", "bf16", 64, 128, 128], ...]'
-    dtypes of the pool and of the model, page size, dimensions of K and of V
+    python compile_gather_kernel.py '[[90, "bf16", "bf16", 64, 128, 128], ...]'
+    compute capability, dtypes of the pool and of the model, page size, dimensions of K and of V
 
 Prints the shared memory of each, as JSON.
 """
@@ -32,4 +32,4 @@ def compiled(capability, dtype, wide_dtype, page_size, head_dim, v_head_dim):
 
 
 if __name__ == "__main__":
-    print(json.dumps([compiled(int(sys.argv[1]), *case) for case in json.loads(sys.argv[2])]))
+    print(json.dumps([compiled(*case) for case in json.loads(sys.argv[1])]))

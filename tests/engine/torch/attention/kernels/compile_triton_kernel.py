@@ -1,7 +1,7 @@
-"""Compile the attention kernels for GPUs of one compute capability, down to their machine code.
+"""Compile the attention kernels for GPUs, down to their machine code.
 
-    python compile_triton_kernel.py 90 '[["bfloat16", 128, 128, 4, 64], ...]'
-    the pool's dtype, dimensions of K and of V, heads to a KV head, tokens of a page
+    python compile_triton_kernel.py '[[90, "bfloat16", 128, 128, 4, 64], ...]'
+    compute capability, the pool's dtype, dimensions of K and of V, heads to a KV head, tokens of a page
 
 Prints what became of each kernel, as JSON.
 """
@@ -51,8 +51,8 @@ def compiled(kernel, capability, kv, constants, **options):
     }
 
 
-def all_kernels(capability, cases):
-    for dtype, head_dim, v_head_dim, group, page_size in cases:
+def all_kernels(cases):
+    for capability, dtype, head_dim, v_head_dim, group, page_size in cases:
         shape = PageShape(1, NUM_KV_HEADS, page_size, head_dim, v_head_dim)
         widened = torch.bfloat16 if dtype == "float8_e4m3fn" else None
         kv = PagedKv(torch.empty(shape.page_numbers, dtype=getattr(torch, dtype)), shape, widened)
@@ -71,4 +71,4 @@ def all_kernels(capability, cases):
 
 
 if __name__ == "__main__":
-    print(json.dumps(list(all_kernels(int(sys.argv[1]), json.loads(sys.argv[2])))))
+    print(json.dumps(list(all_kernels(json.loads(sys.argv[1])))))

@@ -55,7 +55,7 @@ def store_kv(attend_parts):
     return store_kv
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     step=steps(),
     group=st.sampled_from([1, 2, 4, 8]),
@@ -70,9 +70,7 @@ def test_it_computes_what_float64_does(attend_parts, step, group, head_dims, dty
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "page_size"), [(torch.float32, 7), (torch.bfloat16, 64), (torch.float16, 7)]
-)
+@pytest.mark.parametrize(("dtype", "page_size"), [(torch.float32, 7), (torch.bfloat16, 64)])
 def test_the_runners_own_check_finds_it_right(attend_parts, dtype, page_size):
     kv = empty(PageShape(3, 1, page_size, 64, 64), dtype=dtype)
     require_agreement(OnDevice(attend_parts, num_heads=4, num_programs=264), kv)
@@ -151,17 +149,24 @@ def test_greedy_output_is_that_of_transformers(views):
     assert sum((counts == 3).any().item() for counts in readers) >= 10
 
 
-# dtype, dimensions of K and V, heads to a KV head, tokens of a page: with the largest tiles of each type,
-# with no power of two, and with pages of one tile and of less.
+# Compute capability, dtype, dimensions of K and V, heads to a KV head, tokens of a page: with the largest
+# tiles of a type, with no power of two, and with pages of one tile and of less. Every capability has every
+# type; those that can widen float8 have it, too.
 COMPILED = [
-    ("bfloat16", 128, 128, 4, 64),
-    ("bfloat16", 256, 256, 8, 16),
-    ("float32", 128, 128, 4, 64),
-    ("float16", 80, 80, 7, 16),
-    ("bfloat16", 192, 128, 8, 48),
+    (80, "bfloat16", 128, 128, 4, 64),
+    (80, "bfloat16", 256, 256, 8, 16),
+    (80, "float32", 128, 128, 4, 64),
+    (80, "float16", 80, 80, 7, 16),
+    (90, "bfloat16", 192, 128, 8, 48),
+    (90, "bfloat16", 256, 256, 8, 16),
+    (90, "float32", 128, 128, 4, 64),
+    (90, "float16", 80, 80, 7, 16),
+    (90, "float8_e4m3fn", 256, 256, 8, 16),
+    (100, "bfloat16", 256, 256, 8, 16),
+    (100, "float32", 128, 128, 4, 64),
+    (100, "float16", 80, 80, 7, 16),
+    (100, "float8_e4m3fn", 128, 128, 2, 64),
 ]
-# Pools of this type need a GPU that has it.
-COMPILED_FROM_89 = [("float8_e4m3fn", 128, 128, 2, 64), ("float8_e4m3fn", 256, 256, 8, 16)]
 SHARED_MEMORY_BYTES = 99 << 10  # of a block, on compute capability 8.6 and 8.9; others have more
 
 
@@ -182,11 +187,9 @@ def printed(program, *arguments, cache):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_it_compiles_for_gpus_and_fits_into_their_shared_memory(capability, tmp_path):
-    cases = [*COMPILED, *(COMPILED_FROM_89 if capability >= 89 else [])]
-    kernels = json.loads(
-        printed("compile_triton_kernel.py", str(capability), json.dumps(cases), cache=tmp_path)
-    )
-    assert len(kernels) == 4 * len(cases)
+    cases = [case for case in COMPILED if case[0] == capability]
+    kernels = json.loads(printed("compile_triton_kernel.py", json.dumps(cases), cache=tmp_path))
+    assert len(kernels) == 4 * len(cases) >= 16
     for kernel in kernels:
         assert kernel["cubin_bytes"] > 0
         assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, kernel
