@@ -38,28 +38,16 @@ class AnswerMessage:
 def message_digest(content: str, calls: Sequence[AnswerCall]) -> bytes:
     """Return a digest that is equal for messages that differ only in the ids of calls, in blanks, key order
     and escapes in arguments, and in white space around the content."""
-    names = [[call.name, _canonical_arguments(call.arguments)] for call in calls]
+    names = [[call.name, canonical_json(call.arguments)] for call in calls]
     return digest(json.dumps([content.strip(), names]))
 
 
 def canonical_json(text: str) -> str:
     """Return one text for equal JSON values. A text that is not JSON stays, and an empty one is {}."""
     try:
-        return _canonical(text.strip() or "{}")
+        return json.dumps(json.loads(text.strip() or "{}", parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
         return text
-
-
-def _canonical_arguments(text: str) -> str:
-    """Return the same text also for arguments that broke off, and for what `as_object` makes of them."""
-    try:
-        return _canonical(text.strip() or "{}")
-    except (ValueError, RecursionError):
-        return _canonical(as_object(text))
-
-
-def _canonical(source: str) -> str:
-    return json.dumps(json.loads(source, parse_float=_number), sort_keys=True)
 
 
 # Anthropic advises to send arguments that cannot be read under this key.

@@ -109,6 +109,17 @@ def responses():
     assert again.usage.input_tokens > answer.usage.input_tokens
 
 
+def responses_by_reference():
+    answer = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=8)
+    user = {"role": "user", "content": QUESTION}
+    references = [{"type": "item_reference", "id": item.id} for item in answer.output]
+    again = client.responses.create(model=MODEL, input=[user, *references, user], max_output_tokens=8)
+    chained = client.responses.create(
+        model=MODEL, input=QUESTION, previous_response_id=answer.id, max_output_tokens=8
+    )
+    assert again.usage.input_tokens == chained.usage.input_tokens
+
+
 def responses_stream():
     with client.responses.stream(model=MODEL, input=QUESTION, max_output_tokens=8) as stream:
         kinds = [event.type for event in stream]
@@ -145,5 +156,5 @@ def responses_parse():
 
 run(
     *(models, completions, chat, chat_stream, tools, tools_stream, json_schema, parse),
-    *(responses, responses_stream, responses_tools, responses_parse),
+    *(responses, responses_by_reference, responses_stream, responses_tools, responses_parse),
 )

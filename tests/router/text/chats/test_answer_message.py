@@ -59,7 +59,6 @@ def test_arguments_are_an_object_whatever_the_model_wrote(subtests: pytest.Subte
             assert json.loads(as_object(text)) == value
     kept = '{"a" : 1.50}'
     assert as_object(kept) == kept
-    assert said_of('{"a": "x') == said_of('{"a":"x"}') != said_of('{"a": "y')
 
 
 @given(st.dictionaries(st.text(max_size=5), values, max_size=4), st.data())
@@ -88,7 +87,7 @@ def test_what_is_said_counts_and_ids_do_not(subtests: pytest.Subtests) -> None:
     assert said_of('{"a": 1.0}') == said_of('{"a": 1}') != said_of('{"a": 1.5}')
     assert said_of("") == said_of("{}")
 
-    for broken in ["a = 1", "[" * 5000, "9" * 5000, "\ud800"]:
+    for broken in ["{", '{"a": ', "[" * 5000, "9" * 5000, "\ud800"]:
         with subtests.test(broken=broken):
             assert said_of(broken) == said_of(broken) != said_of(broken + " ")
 
