@@ -11,7 +11,7 @@ import pytest
 from cluster.harness import BLOCK, FakeCluster
 from services.cli import generate
 from services.cli.look import explain
-from services.cli.router_client import RanksConfig, ask_router
+from services.cli.router_client import RanksConfig, ask_for_ranks
 from services.engine.fake import continuation
 from services.router.ranks.balance import Balance, Liveness
 from services.router.text.rendered_chat import render_chat
@@ -375,7 +375,7 @@ async def test_a_router_with_keys_and_one_that_stops(
             for command, config in (
                 (lambda config: generate._generate(config, "Hello"), generate.GenerateConfig),
                 (lambda config: explain._explain(config, "Hello"), explain.ExplainConfig),
-                (ask_router, RanksConfig),
+                (ask_for_ranks, RanksConfig),
             ):
                 await command(config(router=router, api_key_file=file))
                 with pytest.raises(Unauthenticated):
