@@ -174,7 +174,7 @@ async def test_a_whole_worker_and_one_that_restarts(etcd_endpoint, model_dir, cl
             now = cluster.ranks["decode-0/0"].address
             listed = drain.ListedRank(Role.DECODE, "fake", RankAddress(before, now.endpoint), draining=False)
             config = drain.DrainConfig(targets=("decode-0/0",))
-            assert not await drain._answered(drain._drain, config, listed)
+            assert not await drain.answered(drain._drain, config, listed, "isthmus drain")
             assert "restarted" in capsys.readouterr().err
             tokens, _ = await cluster.generate(prompt_of(1))
             assert tokens == continuation(prompt_of(1), 8)
