@@ -4,8 +4,8 @@ what they have in common with it. So a load report says how many of the pending 
 A prompt is compared in blocks, with all that came before it and are still to be computed.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from services.engine.paged.sequence import Phase, Sequence
 from services.kv.block_hash import scope_seed, sequence_hashes
@@ -22,8 +22,8 @@ class InCommon:
         self._block = -(-_BLOCK_TOKENS // cache.page_size) * cache.page_size
         self._is_on = cache.enabled
         self._estimate = estimate
-        self._pending: dict[Sequence, list[BlockHash]] = {}  # They are in the order in which they came.
-        self._counts: Counter[BlockHash] = Counter()
+        self._pending: dict[Sequence, list[BlockHash]] = {}
+        self._holders: dict[BlockHash, dict[Sequence, None]] = {}  # They are in the order in which they came.
 
     def came(self, seq: Sequence) -> None:
         """Note how much of a sequence is to be computed, and how much of that prompts bring that came before
@@ -31,29 +31,32 @@ class InCommon:
         self.left(seq)
         self._estimate(seq)
         seq.in_common = 0
-        if self._is_on and seq.uncomputed_tokens >= _LEAST_TOKENS:
-            self._compare(seq)
-
-    def _compare(self, seq: Sequence) -> None:
+        if not self._is_on or seq.uncomputed_tokens < _LEAST_TOKENS or len(seq.ids) < self._block:
+            return
         hashes = sequence_hashes(seq.ids, self._block, scope_seed("", seq.request.kv_scope))
-        # The last token is computed in any case.
-        seq.in_common = self._depth(hashes[: (len(seq.ids) - 1) // self._block]) * self._block
         self._pending[seq] = hashes
-        self._counts.update(hashes)
+        for block in hashes:
+            self._holders.setdefault(block, {})[seq] = None
+        seq.in_common = self._brought(seq)
 
     def left(self, seq: Sequence) -> None:
         """Note that it has been computed, or has ended. Nothing happens if it did not count."""
         if (hashes := self._pending.pop(seq, None)) is None:
             return
-        self._remove(hashes)
-        if seq.computed < len(hashes) * self._block:  # Nobody finds the rest of it.
-            alike = [other for other, its in self._pending.items() if its[:1] == hashes[:1]]
-            for other in alike:
-                self._remove(self._pending.pop(other))
-            for other in alike:
-                if other.phase is Phase.WAITING:  # What was computed meanwhile is in the tree.
-                    self._estimate(other)
-                self._compare(other)
+        later = list(takewhile(lambda other: other is not seq, reversed(self._holders[hashes[0]])))
+        for block in hashes:
+            holders = self._holders[block]
+            del holders[seq]
+            if not holders:
+                del self._holders[block]
+        if seq.computed >= len(hashes) * self._block:
+            return
+        for other in later:  # Nobody finds the rest of what has left.
+            if self._brings(other, other.in_common // self._block):
+                continue
+            other.in_common = self._brought(other)
+            if other.phase is Phase.WAITING:  # What was computed meanwhile is in the tree.
+                self._estimate(other)
 
     def tokens(self, waiting: Iterable[Sequence], active: Iterable[Sequence]) -> int:
         """Return how many of the tokens that these sequences have to compute others bring."""
@@ -63,19 +66,20 @@ class InCommon:
         has += [(seq, seq.computed) for seq in active if seq.in_common and seq.phase is Phase.COMPUTING]
         return sum(max(0, seq.in_common - tokens) for seq, tokens in has)
 
-    def _depth(self, hashes: list[BlockHash]) -> int:
-        """Return how many of the first blocks others have. Whoever has one has all before it."""
-        low, high = 0, len(hashes)
+    def _brought(self, seq: Sequence) -> int:
+        """Return how many of its first tokens others bring. Whoever has a block has all before it."""
+        # The last token is computed in any case, and so is what its scores need.
+        low, high = 0, min(len(seq.ids) - 1, seq.scorable_from) // self._block
         while low < high:
             middle = (low + high + 1) // 2
-            if self._counts[hashes[middle - 1]]:
+            if self._brings(seq, middle):
                 low = middle
             else:
                 high = middle - 1
-        return low
+        return low * self._block
 
-    def _remove(self, hashes: list[BlockHash]) -> None:
-        self._counts.subtract(hashes)
-        for block in hashes:
-            if not self._counts[block]:
-                del self._counts[block]
+    def _brings(self, seq: Sequence, num_blocks: int) -> bool:
+        """Return whether a sequence that came before this one has so many of its first blocks."""
+        if num_blocks == 0:
+            return True
+        return next(iter(self._holders[self._pending[seq][num_blocks - 1]])) is not seq

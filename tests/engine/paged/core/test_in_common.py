@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.paged.core_rank import Rank
 from services.engine.paged import in_common
+from services.engine.paged.carrying import Carrying
 from services.engine.paged.in_common import InCommon
 from services.engine.paged.sequence import Phase, Sequence
 from services.values.request import GenerationRequest, SamplingParams
@@ -54,15 +55,14 @@ class Listed:
         self.pending[seq] = self.brought(seq, self.pending)
 
     def left(self, seq, is_computed):
-        del self.pending[seq]
         order = list(self.pending)
+        del self.pending[seq]
         if is_computed:
             return
         for index, other in enumerate(order):
-            is_of_scope = other.request.cache_salt == seq.request.cache_salt
-            if is_of_scope and alike(other.ids, seq.ids) >= BLOCK:
-                before = [o for o in order[:index] if alike(o.ids, other.ids) >= BLOCK]
-                self.pending[other] = self.brought(other, before)
+            if index > order.index(seq) and alike(other.ids, seq.ids) >= BLOCK:
+                before = [o for o in order[:index] if o is not seq and alike(o.ids, other.ids) >= BLOCK]
+                self.pending[other] = min(self.pending[other], self.brought(other, before))
 
 
 steps = st.one_of(
@@ -97,7 +97,7 @@ def test_what_is_in_common_is_that_of_a_list(steps):
     for seq in list(listed.pending):
         seq.computed = len(seq.ids)
         book.left(seq)
-    assert not book._pending and not book._counts
+    assert not book._pending and not book._holders
 
 
 @settings(max_examples=60)
@@ -127,6 +127,32 @@ def test_who_is_cancelled_brings_nothing():
     load = rank.core.load()
     assert load.common_tokens == 0 and load.pending_tokens == 44 - 8
     rank.run([third])
+
+
+@short_prompts_counted()
+def test_scores_of_a_prompt_are_computed_in_any_case():
+    rank = Rank(num_pages=64, page_size=BLOCK)
+    scored = {"prompt_logprobs": 0, "prompt_logprobs_start": 17}
+    seqs = [rank.submit([1] * 40, 1, scored=scored) for _ in range(3)]
+    load = rank.core.load()
+    assert load.common_tokens == 2 * 16
+    rank.run(seqs)
+    assert rank.computed_tokens == load.pending_tokens - load.common_tokens
+
+
+@short_prompts_counted()
+def test_who_is_cancelled_makes_no_work_with_those_that_find_the_same_elsewhere(monkeypatch):
+    """Thousands that wait may all begin with one system prompt, and be cancelled one by one."""
+    hashed, estimated = [], []
+    hashes_of, estimate = in_common.sequence_hashes, Carrying.estimate
+    monkeypatch.setattr(in_common, "sequence_hashes", lambda *a: hashed.append(a) or hashes_of(*a))
+    monkeypatch.setattr(Carrying, "estimate", lambda self, seq: estimated.append(seq) or estimate(self, seq))
+    rank = Rank(num_pages=64, max_running=1)
+    seqs = [rank.submit([1] * BLOCK + [n] * 40, 1) for n in range(2, 12)]
+    for seq in seqs:
+        rank.core.cancel(seq)
+    assert len(hashed) == len(seqs)
+    assert estimated == [*seqs, *seqs[1:]]  # Each but the first was once the first that was left.
 
 
 def test_short_prompts_are_left_out():
