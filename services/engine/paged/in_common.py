@@ -62,9 +62,10 @@ class InCommon:
         """Return how many of the tokens that these sequences have to compute others bring."""
         if not self._pending:
             return 0
-        has = [(seq, len(seq.ids) - seq.uncomputed_tokens) for seq in waiting if seq.in_common]
-        has += [(seq, seq.computed) for seq in active if seq.in_common and seq.phase is Phase.COMPUTING]
-        return sum(max(0, seq.in_common - tokens) for seq, tokens in has)
+        brought = [seq.in_common - len(seq.ids) + seq.uncomputed_tokens for seq in waiting if seq.in_common]
+        computing = (seq for seq in active if seq.in_common and seq.phase is Phase.COMPUTING)
+        brought += [seq.in_common - seq.computed for seq in computing]
+        return sum([tokens for tokens in brought if tokens > 0])
 
     def _brought(self, seq: Sequence) -> int:
         """Return how many of its first tokens others bring. Whoever has a block has all before it."""
