@@ -43,15 +43,16 @@ class InCommon:
         """Note that it has been computed, or has ended. Nothing happens if it did not count."""
         if (hashes := self._pending.pop(seq, None)) is None:
             return
-        later = list(takewhile(lambda other: other is not seq, reversed(self._holders[hashes[0]])))
+        later: list[Sequence] = []
+        if seq.computed < len(hashes) * self._block:  # Nobody finds the rest of it.
+            alike = reversed(self._holders[hashes[0]])
+            later = list(takewhile(lambda other: other is not seq, alike))
         for block in hashes:
             holders = self._holders[block]
             del holders[seq]
             if not holders:
                 del self._holders[block]
-        if seq.computed >= len(hashes) * self._block:
-            return
-        for other in later:  # Nobody finds the rest of what has left.
+        for other in later:
             if self._brings(other, other.in_common // self._block):
                 continue
             other.in_common = self._brought(other)
