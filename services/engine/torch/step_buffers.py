@@ -5,9 +5,10 @@ own plan) and copies it to the device in one copy. `views` are slices of the buf
 read in every such step.
 
 A step with too few rows is padded with copies of its first row, which have its token and its position. Copies
-of single tokens read what that one reads, so they read no KV and use no experts of their own; copies among
-prompts, and over latents, attend to nothing. The KV of copies is not stored: the first entry of what is
-stored is repeated instead.
+of single tokens read what that one reads, so they read no KV and use no experts of their own, and leave the
+same state. Copies among prompts, and over latents, attend to nothing, but over latents get the first row's
+output where there are states. The KV of copies is not stored: the first entry of what is stored is repeated
+instead.
 
 Most steps have the sequences of the last one, each with one more token, in the same pages or a new one. Such
 a step changes the last plan instead of making its own; what it writes is the same.
@@ -113,6 +114,7 @@ class StepBuffers:
         reaches = sorted(self._layers.reaches, key=lambda reach: is_latent(self._layers, reach))
         self._rooms = {reach: room_of(self._layers, reach, room.num_singles) for reach in reaches}
         self._planned = [reach for reach in reaches if not is_latent(self._layers, reach)]
+        self._has_sources = self._has_slots and self.num_singles > 0 and len(self._planned) < len(reaches)
         self._areas = _Areas(self._sizes(), device)
         num_runs = room.runs.num_runs if room.runs is not None else 0
         # These are copied when the device may not have read the others yet.
@@ -218,6 +220,8 @@ class StepBuffers:
             self._set("scan_slot", [chunk.slot for chunk in prompts])
         elif self._has_slots:
             self._set("state_slots", [chunk.slot for chunk in singles])
+        if self._has_sources:
+            self._set("sources", np.arange(len(singles)))
         if self.keeps_some:
             self._set("kept", kept or [0])
         for pool, slots in stored.items():
@@ -360,6 +364,8 @@ class StepBuffers:
             sizes["state_slots"] = (wide, rows)
         for pool in self._pool_ids:
             sizes |= {f"stored_{name}{pool}": (wide, rows) for name in Slots._fields}
+        if self._has_sources:
+            sizes["sources"] = (wide, rows)
         if self.keeps_some:
             sizes["kept"] = (wide, self.num_kept)
         for nth, (reach, room) in enumerate(self._rooms.items()):
@@ -430,7 +436,8 @@ class StepBuffers:
             num_seen=room.num_seen,
             are_whole=False,
         )
-        return PackedView((chunks,), packing, reach.sliding_window)
+        sources = device["sources"] if self._has_sources else None
+        return PackedView((chunks,), packing, reach.sliding_window, sources)
 
     def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> Plan:
         page_size = self._layers.pools[reach.pool].shape.page_size

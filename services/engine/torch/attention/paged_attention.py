@@ -298,11 +298,10 @@ def _attend_by_chunks(query: Tensor, view: ReachView, layer: int, scores: Scores
 def _attend_to_contexts(
     query: Tensor, keys: Tensor, values: Tensor, view: ReachView, scores: Scores
 ) -> Tensor:
-    if view.static_packed is not None:
-        (call,) = view.static_packed.calls
-        return attend_to(
-            call, view.static_packed, query, keys.transpose(0, 1), values.transpose(0, 1), scores
-        )
+    if (packed := view.static_packed) is not None:
+        (call,) = packed.calls
+        attended = attend_to(call, packed, query, keys.transpose(0, 1), values.transpose(0, 1), scores)
+        return attended if packed.sources is None else attended[packed.sources]
     output = query.new_empty(*query.shape[:2], values.shape[2])
     for chunk, context in contexts(view):
         rows = slice(chunk.offset, chunk.offset + chunk.length)

@@ -88,6 +88,7 @@ class PackedView:
     calls: tuple[PackedChunks, ...]
     packing: Packing
     window: int  # A row sees so many tokens, itself included; 0 means all.
+    sources: Tensor | None = None  # Each row gets the output of this one, int64 [total]; None: its own.
 
     def serves(self, scores: Scores) -> bool:
         by_flash = self.packing.attend is None

@@ -9,16 +9,18 @@ from itertools import accumulate
 
 import pytest
 import torch
+import transformers
 
 import services.engine.torch.model.packed_model as packed_model
 import services.engine.torch.pools as runner_pools
-from bench.families import FAMILIES
+from bench.families import FAMILIES, fill_family
 from engine.torch.attention.kernels.plain_parts import attend_parts_plainly
 from engine.torch.attention.plain_prompts import attend_rows_plainly, gather_plainly, varlen_plainly
 from engine.torch.graphs import tape
 from engine.torch.sequences import Carried, Guessing, PageTables, generate
 from exactness.checkpoints import tiny_checkpoint
 from exactness.reference import count_near_ties, random_prompt, reference_generation
+from services.cli.model.make_model import Family
 from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch import runner as torch_runner
 from services.engine.torch import step_graphs, step_sizes
@@ -309,6 +311,39 @@ def check_scans(family):
 )
 def test_whole_chunks_are_scanned_in_a_graph(family):
     check_scans(family)
+
+
+def kimi_linear(sizes):
+    """Delta nets behind layers with latents."""
+    return transformers.KimiLinearConfig(
+        **sizes.common | dict(num_key_value_heads=sizes.num_heads, num_hidden_layers=4),
+        layer_types=["full_attention", "linear_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+        kv_lora_rank=sizes.hidden_size // 2,
+        qk_rope_head_dim=sizes.head_dim // 2,
+        qk_nope_head_dim=sizes.head_dim,
+        v_head_dim=sizes.head_dim,
+        linear_head_dim=sizes.head_dim,
+        linear_num_heads=sizes.num_heads,
+    )
+
+
+@pytest.mark.skipif(not hasattr(transformers, "KimiLinearConfig"), reason="transformers is too old")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rows_that_pad_leave_the_first_ones_state_behind_latents_too(monkeypatch):
+    """A copy of the first row has its slot, and attends to nothing where contexts are expanded."""
+    monkeypatch.setitem(FAMILIES, "kimi_linear", Family(kimi_linear, 4, fill_family))
+    made = Made("kimi_linear", tape.computed_again, max_prompt_tokens=70)
+    [prompt] = made.prompts([70], 1)
+    for chunks in [made.step(3, 1), made.step(1, 2), [replace(prompt, slot=3)]]:
+        left = []
+        for by in (made.graphs.compute, lambda c, rows: made.model.compute(made.pools, c, rows)):
+            made.randomize(1)
+            logits, _, memory = computed(made, chunks, by, [sum(len(c.token_ids) for c in chunks) - 1])
+            left.append([logits, *memory])
+        for own, other in zip(*left, strict=True):
+            torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
+    assert made.graphs.counts == {"graph": 3}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
