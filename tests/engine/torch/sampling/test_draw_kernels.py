@@ -75,7 +75,7 @@ def drawn(kernels, logits, table, stripe):
     return chosen.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=35)
 @given(
     table=TABLES,
     kind=st.sampled_from(KINDS),
