@@ -118,6 +118,7 @@ class Travelled:
             source=None,
             plan=self.stays[number].plan,
             moves_penalties=True,
+            coming=None,
         )
 
     def _start(self, number: int, prompt_tokens: int) -> OutputStream:

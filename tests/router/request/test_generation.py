@@ -181,7 +181,9 @@ class LosingCluster:
         self.excluded.append({rank.worker for rank in excluded})
         if len(self.excluded) == 6:
             raise InvalidRequest("enough")
-        placed = MagicMock(prefill=None, source=None, plan=Plan.LOCAL, moves_penalties=self._moves_penalties)
+        placed = MagicMock(
+            prefill=None, source=None, plan=Plan.LOCAL, coming=None, moves_penalties=self._moves_penalties
+        )
         placed.decision.reason, chosen = "cheapest", placed.decision.chosen
         chosen.prefill = chosen.source = None
         chosen.decode.hit_tokens = chosen.reused_tokens = 0

@@ -48,7 +48,7 @@ class HeldCluster(LosingCluster):
     def place_at(self, prompt, conversation_id, excluded, rank):
         if rank.worker in self.refusing:
             raise Unavailable("draining")
-        placed = MagicMock(prefill=None, source=None, plan=Plan.LOCAL)
+        placed = MagicMock(prefill=None, source=None, plan=Plan.LOCAL, coming=None)
         placed.decision.reason, chosen = "same_prompt", placed.decision.chosen
         chosen.prefill = chosen.source = None
         chosen.decode.hit_tokens = chosen.reused_tokens = 0
