@@ -48,6 +48,6 @@ def placed():
         decodes[1] = decode(1, excluded="draining")
         key = None if pinned is None else RankKey("decode", pinned)
         decision = place(request(pinned=key), decodes, [prefill(0)], bandwidth, WEIGHTS, 0.0, spare_ranks=64)
-        return Placed(decision, None, None, None, key, HashedPrompt(None, 0, None), None, {}, True)
+        return Placed(decision, None, None, None, key, HashedPrompt(None, 0, None), None, {}, True, None)
 
     return placed
