@@ -39,7 +39,7 @@ from services.tier.copies import Staging
 from services.values.errors import ConfigError, ProtocolError
 from services.values.kv import PageId, PoolMemory
 
-# The draft model's graphs get what the others leave of the budget, and this share of it at least.
+# This share of the budget is kept for the draft model's graphs, which also get what the others leave.
 _DRAFT_SHARE = 4
 
 
@@ -119,8 +119,9 @@ class TorchRunner:
             kv_dtype=kv_dtype,
         )
         budget = graph_budget(self._device, graph_mib)
-        self._graphs = open_graphs(self._model, self._pools, max_rows, budget, max_prompt_tokens, max_drafts)
-        left = max(budget // _DRAFT_SHARE, budget - self._graphs.bytes)
+        own = budget - budget // _DRAFT_SHARE if draft is not None else budget
+        self._graphs = open_graphs(self._model, self._pools, max_rows, own, max_prompt_tokens, max_drafts)
+        left = max(0, budget - self._graphs.bytes)
         self.draft = self._open_draft(draft, checkpoint, left, fuses) if draft is not None else None
         self._draft_failures = DraftFailures("prompts")
         kv = self.draft.kv if self.draft is not None else None
