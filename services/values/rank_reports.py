@@ -174,6 +174,9 @@ class RankLoad:
         return self.waiting / self.admitted_per_s if self.admitted_per_s > 0 else 0.0
 
 
+MAX_COMING_BLOCKS = 4_096  # Routers tell others of so many blocks of a prompt at most.
+
+
 @dataclass(frozen=True, slots=True)
 class Coming:
     """A rank was sent a prompt, and will hold these blocks of it once it has computed them."""

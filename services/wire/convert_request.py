@@ -13,7 +13,7 @@ from services.values.adapter import Adapter
 from services.values.errors import InvalidRequest, ProtocolError
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import Plan, PullSource, Rendezvous
-from services.values.rank_reports import Coming
+from services.values.rank_reports import MAX_COMING_BLOCKS, Coming
 from services.values.request import (
     MAX_TIMEOUT_S,
     Admitted,
@@ -191,6 +191,8 @@ def coming_from_proto(pb: decode_pb2.Coming) -> Coming:
             f"coming lasts {coming.for_s} s, with a checkpoint after {coming.resumable} of "
             f"{len(coming.blocks)} blocks"
         )
+    if len(coming.blocks) > MAX_COMING_BLOCKS or len(set(coming.blocks)) < len(coming.blocks):
+        raise ProtocolError(f"coming must have at most {MAX_COMING_BLOCKS} blocks, each once")
     return coming
 
 

@@ -212,9 +212,11 @@ async def test_what_one_router_sends_the_others_hear_of(subtests):
             assert await heard(session) == []
     with subtests.test("what is refused is told to nobody"):
         sender._start(start("a", coming=coming))  # It runs already.
-        sender._start(start("e", coming=decode_pb2.Coming(rank=coming.rank, for_s=-1.0)))
+        wrong = [{"for_s": -1.0}, {"blocks": [5, 5]}, {"blocks": range(4_097)}]
+        for number, fields in enumerate(wrong):
+            sender._start(start(f"e{number}", coming=decode_pb2.Coming(rank=coming.rank, **fields)))
         assert await heard(others[0]) == []
-        assert "e" not in running
+        assert not any(f"e{number}" in running for number in range(len(wrong)))
     with subtests.test("what has nothing to tell is told to nobody"):
         sender._start(start("b"))
         assert await heard(others[0]) == []

@@ -163,7 +163,7 @@ prefill_results = st.builds(
 comings = st.builds(
     lambda rank, blocks, for_s, share: Coming(rank, blocks, for_s, int(share * len(blocks))),
     ranks,
-    st.lists(uint64.map(BlockHash), max_size=8).map(tuple),
+    st.lists(uint64.map(BlockHash), max_size=8, unique=True).map(tuple),
     seconds,
     st.floats(0, 1),
 )
@@ -176,6 +176,7 @@ def test_a_coming_prompt_that_cannot_be_is_refused(subtests):
         {"rank": rank, "for_s": math.nan},
         {"rank": rank, "for_s": -1.0},
         {"rank": rank, "blocks": [7], "resumable": 2},
+        {"rank": rank, "blocks": [7, 8, 7]},
     ):
         with subtests.test(wrong=wrong), pytest.raises(ProtocolError):
             convert_request.coming_from_proto(decode_pb2.Coming(**wrong))

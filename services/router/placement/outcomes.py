@@ -22,11 +22,10 @@ from services.router.ranks.balance import Balance
 from services.router.ranks.learned import Trust
 from services.values.kv import BlockHash
 from services.values.rank import Plan, RankKey
-from services.values.rank_reports import Coming
+from services.values.rank_reports import MAX_COMING_BLOCKS, Coming
 from services.values.request import Admitted, FinishReason, Pulled
 
 _PREDICTION_S = 5.0  # The rank's own events come within this time.
-_MOST_COMING = 4_096  # Other routers are told of so many blocks of a prompt at most.
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,10 @@ class Outcomes:
         rank = (chosen.prefill or chosen.decode).id
         if rank.key in self.cacheless:
             return None
-        blocks, resumable = tuple(hashes[:_MOST_COMING]), self._resumable(rank.key, hashes, prompt_tokens)
+        blocks, resumable = (
+            tuple(hashes[:MAX_COMING_BLOCKS]),
+            self._resumable(rank.key, hashes, prompt_tokens),
+        )
         return Coming(rank, blocks, _expected_s(chosen), resumable if resumable <= len(blocks) else 0)
 
     def admitted(

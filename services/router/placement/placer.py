@@ -60,6 +60,7 @@ _PREDICTED = 6  # So many of the ranks that will soon hold the most of a prompt 
 _DEEPEST = 128  # So many blocks of a prompt with a checkpoint after them are checked, the deepest first.
 _USUAL_TOKENS = 4_096  # A rank should have free pages for a prompt of this length.
 _SOME = 128  # Up to so many holders of a block are sorted; among more of them the order soon has one.
+_LONGEST_COMING_S = 600.0  # What another router expects counts for no longer: it may be wrong.
 _LEAST_COMING_S = 0.25  # Other routers are told of a prompt that a rank computes for so long.
 _EXPLAINED = 64  # So many ranks of each role are shown at most.
 
@@ -412,7 +413,8 @@ class Placer:
         key = coming.rank.key
         rank = self._decodes.ranks.get(key) or self._prefills.ranks.get(key)
         if rank is not None and rank.id == coming.rank:
-            self._balance.predict(key, coming.blocks, coming.for_s, coming.resumable)
+            for_s = min(coming.for_s, _LONGEST_COMING_S)
+            self._balance.predict(key, coming.blocks, for_s, coming.resumable)
 
     def carried_bytes(self, prompt_tokens: int) -> int:
         return carried_bytes(self._layout, prompt_tokens) if self._layout else 0

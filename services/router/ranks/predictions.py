@@ -82,7 +82,8 @@ class Predictions:
     Invariant: none of one rank's blocks along a sequence expires later than those before it, so a rank that
     is guessed to hold a part is guessed to hold all before it. A block's hash covers all before it: so a
     sequence with one of a run's blocks has all before that one, and a prompt that is guessed again, a turn
-    longer, changes a few runs and not each of its thousands of blocks.
+    longer, changes a few runs and not each of its thousands of blocks. Another router's guesses may
+    break this; then what is guessed of these blocks may be wrong, and nothing else.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,8 @@ class Predictions:
 
     def _end_in(self, run: _Run, hashes: Sequence[BlockHash], begin: int) -> int:
         """Return the end of the part of a sequence that is in the run, which begins at `begin`."""
-        runs, low, high = self._runs, begin + 1, min(begin + run.num_blocks, len(hashes))
+        runs, low = self._runs, begin + 1
+        high = max(low, min(begin + run.num_blocks, len(hashes)))
         if runs.get(hashes[high - 1]) is run:  # This is the usual case.
             return high
         while low < high:  # hashes[begin:low] are in the run, and hashes[high:] are not.
@@ -178,7 +180,7 @@ class Predictions:
     def _set(self, blocks: Sequence[BlockHash], until_s: _Until) -> _Run | None:
         if not until_s:
             for block in blocks:
-                del self._runs[block]
+                self._runs.pop(block, None)
             return None
         run = _Run(len(blocks), until_s)
         self._runs.update(dict.fromkeys(blocks, run))

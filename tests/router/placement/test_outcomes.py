@@ -236,6 +236,10 @@ def test_nobody_is_told_of_what_no_other_router_can_use(subtests):
         assert predicted(router.balance, coming.rank.key, HASHES) == 0
         router.placer.expect(coming)
         assert predicted(router.balance, coming.rank.key, HASHES) == 40
+    with subtests.test("what is to be expected for ever ends"):
+        router.placer.expect(replace(coming, for_s=1e300))
+        router.now += 601
+        assert predicted(router.balance, coming.rank.key, HASHES) == 0
     with subtests.test("the rank keeps nothing"):
         router.placer.set_ranks([replace(router.decodes[0], capabilities=(NO_CACHE,))], [])
         assert router.placer.coming(asked, decision) is None

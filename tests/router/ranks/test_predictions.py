@@ -55,6 +55,19 @@ def test_nothing_is_left_of_what_has_ended():
     assert predictions._num_blocks == 0
 
 
+@given(st.lists(st.tuples(st.sampled_from(RANKS), st.lists(st.integers(1, 5), max_size=5), st.floats(0, 9))))
+def test_guesses_that_contradict_each_other_only_guess_wrongly(guesses):
+    """No hash has two blocks before it, but another router may say so."""
+    predictions = Predictions()
+    for now, (rank, numbers, ttl_s) in enumerate(guesses):
+        blocks = [BlockHash(number) for number in numbers]
+        predictions.add(rank, blocks, float(now), ttl_s, resumable=len(blocks))
+        assert 0 <= predictions.of(blocks, float(now)).depth(rank) <= len(blocks)
+    for rank in RANKS:
+        predictions.forget(rank)
+    assert not predictions._guesses and predictions._num_blocks == 0
+
+
 def test_a_prompt_that_is_guessed_again_a_turn_longer_costs_its_new_blocks(monkeypatch):
     predictions, looked_up = Predictions(), []
 
