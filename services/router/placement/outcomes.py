@@ -94,10 +94,8 @@ class Outcomes:
         rank = (chosen.prefill or chosen.decode).id
         if rank.key in self.cacheless:
             return None
-        blocks, resumable = (
-            tuple(hashes[:MAX_COMING_BLOCKS]),
-            self._resumable(rank.key, hashes, prompt_tokens),
-        )
+        blocks = tuple(hashes[:MAX_COMING_BLOCKS])
+        resumable = self._resumable(rank.key, hashes, prompt_tokens)
         return Coming(rank, blocks, _expected_s(chosen), resumable if resumable <= len(blocks) else 0)
 
     def admitted(

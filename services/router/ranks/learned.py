@@ -27,6 +27,7 @@ _LEAST_COUNTED_S = 10.0  # Requests of a shorter time say little of how many com
 _MAX_PAID = 4_096  # This limits the prefixes for which waits are counted.
 _FULL_WEIGHT_TOKENS = 256
 _MIN_TOKENS = 16  # Fewer measure the cost of a step, not the rate.
+_MOST_TOKENS_PER_S = 1e9  # A report of more counts as this.
 _MIN_BYTES = 1 << 20  # Fewer measure the calls around a transfer.
 _MIN_TRANSFER_S = 1e-4
 _BANDWIDTH_LIMITS = (1e6, 1e12)  # These are in bytes per second.
@@ -130,8 +131,8 @@ class Speeds:
         self._chunk_tokens = chunk_tokens
         self._usual_rate = _Learned(prior_tokens_per_s)
         self._usual_bandwidth = _Learned(prior_bandwidth)
-        self._reported: dict[RankKey, float] = {}  # These are in tokens per second.
-        self._reported_sum = 0.0
+        self._reported: dict[RankKey, int] = {}  # These are in tokens per second.
+        self._reported_sum = 0  # With floats, what a much larger rate rounds off would be lost for good.
         self._rates: dict[RankKey, _Learned] = {}
         self._senders: dict[RankKey, _Sender] = {}
         self._sources: dict[RankKey, _Sender] = {}
@@ -185,9 +186,10 @@ class Speeds:
 
     def report_rate(self, rank: RankKey, tokens_per_s: float) -> None:
         """Note the rate that the rank's last report says, or 0 where it has none."""
-        self._reported_sum += tokens_per_s - self._reported.pop(rank, 0.0)
+        self._reported_sum -= self._reported.pop(rank, 0)
         if tokens_per_s > 0:
-            self._reported[rank] = tokens_per_s
+            self._reported[rank] = rate = max(1, round(min(tokens_per_s, _MOST_TOKENS_PER_S)))
+            self._reported_sum += rate
 
     def knows(self, rank: RankKey) -> bool:
         return rank in self._rates
