@@ -79,7 +79,7 @@ def read_function(function: Body, schema: str = "parameters") -> Tool:
     return Tool(
         name=_read_name(function),
         description=function.text("description"),
-        parameters=json_text(parameters, function.name_of(schema)) if parameters else "",
+        parameters="" if parameters is None else json_text(parameters, function.name_of(schema)),
         strict=function.flag("strict"),
     )
 

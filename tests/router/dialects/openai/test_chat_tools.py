@@ -37,6 +37,9 @@ async def test_tools_their_choice_and_past_calls_are_handed_on(subtests: pytest.
         ]
         assert given.tool_choice == ToolChoice(mode=ToolChoice.MODE_REQUIRED)
         assert given.HasField("parallel_tool_calls") and not given.parallel_tool_calls
+    with subtests.test("a schema that allows anything is none that allows no arguments"):
+        anything = {"type": "function", "function": {"name": "h", "parameters": {}}}
+        assert list((await asked(tools=[anything])).tools) == [Tool(name="h", parameters="{}")]
     with subtests.test("the choice of tools"):
         assert (await asked(tools=[F], tool_choice="auto")).tool_choice.mode == ToolChoice.MODE_AUTO
         assert (await asked(tools=[F], tool_choice="none")).tool_choice.mode == ToolChoice.MODE_NONE
