@@ -104,17 +104,20 @@ class Bounds:
             or (self.above is not None and not value > self.above)
             or (self.pattern is not None and re.fullmatch(self.pattern, str(value)) is None)
         )
-        shown = f"{value:g}" if isinstance(value, float) else repr(value)
-        return f"{self._wanted()}, got {shown}" if wrong else None
+        return f"{self._wanted()}, got {_shown(value)}" if wrong else None
 
     def _wanted(self) -> str:
         if self.pattern is not None:
             return f"must be {self.form}"
         if self.above is not None:
-            return f"must be above {self.above:g}"
+            return f"must be above {_shown(self.above)}"
         if self.at_least is not None and self.at_most is not None:
-            return f"is between {self.at_least:g} and {self.at_most:g}"
-        return f"must be {self.at_least:g} or more"
+            return f"is between {_shown(self.at_least)} and {_shown(self.at_most)}"
+        return f"must be {_shown(self.at_least)} or more"
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 _ANY = Bounds()

@@ -40,6 +40,7 @@ def test_bounds(subtests):
         class Config:
             count: int | None = setting(None, bounds=Bounds(at_least=1))
             names: tuple[str, ...] = setting((), bounds=Bounds(pattern="[a-z]+", form="small letters"))
+            seed: int = setting(0, bounds=Bounds(at_least=0, at_most=2**64 - 1))
 
         check_bounds(Config())
         check_bounds(Config(1, ("a", "b")))
@@ -47,3 +48,5 @@ def test_bounds(subtests):
             check_bounds(Config(1, ("a", "B")))
         with pytest.raises(ConfigError, match=r"^--count must be 1 or more, got 0$"):
             check_bounds(Config(0))
+        with pytest.raises(ConfigError, match=r"^--seed is between 0 and 18446744073709551615, got -1$"):
+            check_bounds(Config(seed=-1))
