@@ -316,7 +316,7 @@ class Mirror:
             self._forget(rank)
 
     async def run(self) -> None:
-        """Follow etcd until cancelled. Raises an ExceptionGroup with ConfigError if etcd refuses us."""
+        """Follow etcd until cancelled. Raises an ExceptionGroup of ConfigError if it refuses us at first."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._follow())

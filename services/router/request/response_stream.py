@@ -279,7 +279,7 @@ class ResponseStream:
         return said, output.finished, terminator
 
     def _ends(self, token_id: int) -> bool:
-        """Return whether this token ended the answer: under a constraint none may follow it."""
+        """Return whether this token ended the answer, and not a constraint that allows no other after it."""
         sampling = self._request.sampling
         return sampling.constraint is None or token_id in (*sampling.stop_token_ids, *self._end_ids)
 
