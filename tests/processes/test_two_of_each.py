@@ -6,6 +6,7 @@ import signal
 import grpc
 import pytest
 
+from cluster.harness import BLOCK
 from processes.harness import ProcessCluster, prompt_of, until
 from services.engine.fake import continuation
 
@@ -32,12 +33,17 @@ async def test_what_one_leaves_behind_the_other_takes_over(tmp_path, model_dir):
 async def a_cold_document_is_computed_once_for_both_routers(cluster):
     await asyncio.gather(*(cluster.generate(prompt_of(500 + i, 90), router=i % 2) for i in range(8)))
     document, other = prompt_of(400, 1_600), prompt_of(401, 1_600)
-    asked = [asyncio.create_task(cluster.generate(other, router=0))]
+    beside = asyncio.create_task(cluster.generate(other, router=0))
     computing = set(await until(lambda: cluster.running(PREFILL), "a prefill rank computes"))
-    for number in range(6):  # It would be as soon computed anew if the other prefill rank were idle.
-        asked.append(asyncio.create_task(cluster.generate([*document, number, 7], router=number % 2)))
-        await asyncio.sleep(0.1)
-    _, *finishes = await asyncio.gather(*asked)
+    first = asyncio.create_task(cluster.generate([*document, 0, 7], router=0))
+
+    async def expected():
+        candidates = (await cluster.explain([*document, 1, 7], router=1)).candidates
+        return any(each.prefill_hit_tokens >= len(document) - BLOCK for each in candidates)
+
+    await until(expected, "the other router expects what was sent")
+    later = (cluster.generate([*document, number, 7], router=number % 2) for number in range(1, 6))
+    _, *finishes = await asyncio.gather(beside, first, *later)
     (worker,) = {finish.placement.prefill.worker for finish in finishes}
     assert {f"{worker}/0"} == {*PREFILL} - computing
     assert len(document) <= sum(finish.usage.computed_tokens for finish in finishes) < 1.1 * len(document)
