@@ -120,7 +120,7 @@ async def test_a_source_lends_what_it_holds_without_the_drafts_kv():
 
 
 async def test_prefill_says_how_much_it_sends_without_the_drafts_kv():
-    """As of what it has pulled or read from a tier without that, or has computed as a decode rank."""
+    """It lacks that for what it has pulled or read from a tier, or has computed as a decode rank."""
     async with Pair(ALWAYS, dp_size=2) as pair:
         await pair.generate(PROMPT, 2)
         draft = core_of(pair.prefill).runner.draft

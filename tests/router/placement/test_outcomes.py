@@ -183,7 +183,7 @@ sent_prompts = st.lists(
 
 @given(sent_prompts, st.booleans(), st.booleans())
 def test_routers_predict_what_the_others_have_sent(sent, is_remote, is_hybrid):
-    """Of long prompts both predict the same of every rank: what a list of all that was sent says."""
+    """Both predict the same of every rank for long prompts: what a list of all that was sent says."""
     shape = (2, 2) if is_remote else (3, 0)
     layout = {"layout": HYBRID} if is_hybrid else {}
     routers = [Router(*shape, **layout) for _ in range(2)]
