@@ -1,4 +1,4 @@
-"""What transformers and the fake engine say of a prompt's tokens, to hold what an engine tells against."""
+"""This module has what transformers and the fake engine say of a prompt's tokens, to compare engines with."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -229,7 +229,7 @@ def test_a_rank_whose_directory_is_removed_as_it_opens_its_file_makes_it_again(t
 
 
 def test_a_file_that_fails_once_it_is_locked_is_left_out_and_let_go(tmp_path, monkeypatch):
-    """As one of NFS whose server was replaced."""
+    """A file of NFS does so whose server was replaced."""
     lock, fds = slabs._lock, []
 
     def locked(name, fd):
