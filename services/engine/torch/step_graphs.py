@@ -21,7 +21,7 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -97,10 +97,26 @@ class CudaCapture:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Threads of transports may call CUDA meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        capturing = torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local")
+        with self._leaving_nothing(), capturing:
             compute()
         replay: Replay = graph.replay
         return replay
+
+    @contextmanager
+    def _leaving_nothing(self) -> Iterator[None]:
+        """Undo what torch leaves undone where the end of a capture fails, since a wait has broken it.
+
+        Its stream stays the current one. Before torch 2.13 the allocator also takes it to be under way, and
+        raises where its cache is to be emptied (pytorch/pytorch#180395).
+        """
+        with torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # It is raised where the capture was over.
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                raise
 
 
 @contextmanager

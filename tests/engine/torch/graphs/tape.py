@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-_NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select")
+_NAMES = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select")
 WAITING = {f"aten::{name}" for name in _NAMES}
 _tapes = []
 

@@ -91,15 +91,15 @@ def varlen_with_room(query, key, value, row_starts, seen_starts, longest, most_s
 
 
 class Made:
-    def __init__(self, family, capture, max_rows=MAX_ROWS, **limits):
+    def __init__(self, family, capture, max_rows=MAX_ROWS, num_pages=NUM_PAGES, **limits):
         model = load_model(open_checkpoint(tiny_checkpoint(family), "float32"), torch.device("cpu"))
         self.model = PackedModel(model)
         self.model.scan_tokens = None
         self.pools = Pools(
             self.model.probed,
-            num_pages=NUM_PAGES,
+            num_pages=num_pages,
             page_size=PAGE_SIZE,
-            sizes=PoolSizes(num_window_pages=NUM_PAGES, num_slots=NUM_SLOTS),
+            sizes=PoolSizes(num_window_pages=num_pages, num_slots=NUM_SLOTS),
             model_fingerprint=0,
             device=torch.device("cpu"),
         )
@@ -392,6 +392,14 @@ def branching(logits, packed):
     return logits if logits[0, 0] > 0 else logits + 1
 
 
+def finding(logits, packed):
+    return logits if len((logits > 0).nonzero()) else logits + 1
+
+
+def asking(logits, packed):
+    return logits / max(1.0, logits.abs().max().item())
+
+
 def wrong(compute):
     compute()
     return lambda: None
@@ -407,7 +415,9 @@ def short_of_memory(compute):
 def test_a_graph_that_would_be_wrong_is_refused(monkeypatch, caplog, subtests):
     cases = {
         "keeps a tensor": (keeping, tape.capture, [], "keeps a tensor"),
-        "branches on a value": (branching, tape.capture, [], "waits for the device"),
+        "branches on a value": (branching, tape.capture, [], "is_nonzero waits for the device"),
+        "asks for places": (finding, tape.capture, [], "nonzero waits for the device"),
+        "asks for a number": (asking, tape.capture, [], "item waits for the device"),
         "differs": (None, wrong, [], "graph_wrong"),
         "memory is short": (None, short_of_memory, [1, 2], "out of memory"),
     }
@@ -417,6 +427,60 @@ def test_a_graph_that_would_be_wrong_is_refused(monkeypatch, caplog, subtests):
             left, log = refused(patching, caplog, forward, capture)
             assert left == kept
             assert said in log
+
+
+class Stream:
+    """It is a stream, or a capture on one, of a torch whose captures are broken when they end."""
+
+    current = "the default one"
+
+    def __init__(self, stream, *_args, **_settings):
+        self._stream, self._before = stream, None
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        self._before, Stream.current = Stream.current, self._stream
+
+    def __exit__(self, *_):
+        Stream.current = self._before
+
+
+class BrokenCapture(Stream):
+    def __init__(self, graph, pool, stream, **_settings):
+        super().__init__(stream)
+
+    def __exit__(self, *_):
+        raise RuntimeError("cudaErrorStreamCaptureInvalidated")
+
+
+@pytest.mark.parametrize("allocator_knows", [True, False], ids=str)
+def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
+    """As torch does it, whose own end of a capture raises before the rest of it is undone."""
+    under_way = []
+
+    def end(device_index, pool):
+        under_way.append((device_index, pool))
+        if allocator_knows:
+            raise RuntimeError("not currently recording to mempool_id")
+
+    of_cuda = dict(
+        graph_pool_handle=lambda: "pool", Stream=Stream, stream=Stream, graph=BrokenCapture, CUDAGraph=object
+    )
+    for name, own in of_cuda.items():
+        monkeypatch.setattr(torch.cuda, name, own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(Stream.current))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(step_graphs, "_no_waiting", nullcontext)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    capture = step_graphs.CudaCapture(torch.device("cuda", 3))
+    with pytest.raises(RuntimeError, match="Invalidated"):
+        capture(lambda: None)
+    while isinstance(Stream.current, Stream):
+        Stream.current = Stream.current._stream
+    assert Stream.current == "the default one"
+    assert under_way == [(3, "pool")]
 
 
 def test_captures_collect_no_garbage():
