@@ -50,6 +50,7 @@ _LEAST_BYTES, _SHARE = 256 << 20, 64
 # Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
 # kernels compute both; a plan that is cut differently, and padding, change the order of sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
+_UNTRIED = "the pools have no room for a step of its size"
 
 
 def graph_budget(device: torch.device, mib: int | None) -> int:
@@ -373,7 +374,8 @@ class StepGraphs:
         if fault is not None:
             logger.warning("graph_wrong rows=%s reason=%r", what, fault)
             self._buckets.remove(bucket)
-            self._give_up_sums()
+            if fault is not _UNTRIED:
+                self._give_up_sums()
         return True
 
     def _give_up_sums(self) -> None:
@@ -392,7 +394,7 @@ class StepGraphs:
 
     def _fault(self, trial: StepTrial) -> str | None:
         """Replay random steps, full and padded, and return how they differ from eager ones, or None."""
-        tolerance = _TOLERANCE.get(self._model.model.dtype, _TOLERANCE[torch.float16])
+        tolerance, was_tried = _TOLERANCE.get(self._model.model.dtype, _TOLERANCE[torch.float16]), False
         for chunks in (trial.chunks, trial.chunks[:-1] or trial.chunks):
             groups = rows_to_compare(chunks)
             rows = [row for group in groups for row in group]
@@ -406,6 +408,7 @@ class StepGraphs:
             computed = self._compute(chunks, rows)
             if computed is None:  # A step with fewer kinds of rows belongs to another bucket.
                 continue
+            was_tried = True
             error = worst_error(computed.logits.float(), anew, groups)
             computed.keep(counts)
             if left:
@@ -421,7 +424,7 @@ class StepGraphs:
                 return _off_by("logits", error, tolerance)
             if not control > error:
                 logger.warning("graph_check_blind rows=%d error=%.1e lost=%.1e", len(rows), error, control)
-        return None
+        return None if was_tried else _UNTRIED
 
 
 def _off_by(what: str, error: float, tolerance: float) -> str:

@@ -483,6 +483,15 @@ def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
     assert under_way == [(3, "pool")]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_bucket_that_no_step_has_tried_is_left_out(caplog):
+    """A pool of 6 pages holds no step of a third of 600 tokens, so that none takes the largest buckets."""
+    made = Made("llama", tape.computed_again, max_rows=0, max_prompt_tokens=600, num_pages=6)
+    sizes = [bucket.size[0] for bucket in made.graphs._buckets]
+    assert sizes == [64, 128]
+    assert caplog.text.count("the pools have no room for a step of its size") == 4
+
+
 def test_captures_collect_no_garbage():
     with step_graphs._frozen():
         assert gc.get_freeze_count() > 0
