@@ -213,7 +213,8 @@ class SlotPool:
         return self._slots
 
     def zero(self, slots: Sequence[int]) -> None:
-        self._slots[list(slots)] = 0
+        if slots:  # Most steps begin no sequence, and would launch a copy of no ids and a kernel for none.
+            self._slots[list(slots)] = 0
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
         for source, target in moves:
