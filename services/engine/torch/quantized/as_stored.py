@@ -68,7 +68,7 @@ class StoredLinear(nn.Linear):
 class StoredKernels:
     round_rows: Round = round_rows_plainly
     round_groups: Round = round_groups_plainly
-    int4: Int4Kernels = PLAIN
+    int4: Int4Kernels | None = PLAIN  # With None they are not multiplied as stored.
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ class _Ways:
                 yield BlockProduct(weight, bias, kernels.round_groups, step)
             elif isinstance(weight, RowWeight):
                 yield RowProduct(weight, bias, kernels.round_rows, step)
-            else:
+            elif kernels.int4 is not None:
                 yield Int4Product(weight, bias, kernels.int4)
 
     def _give_up(self, product: Small) -> None:
@@ -216,20 +216,26 @@ def _is(meant: Tensor, weight: Tensor) -> bool:
 
 
 def kernels_on(device: torch.device) -> StoredKernels:
-    """Return Triton's kernels where they run, and otherwise torch's operations, with several launches."""
+    """Return Triton's kernels where they run.
+
+    Otherwise torch's operations round, with several launches, and numbers of 4 bits stay dequantized.
+    """
     if device.type != "cuda":
         return StoredKernels()
     try:
         # Only torch for CUDA includes Triton, which takes a second to import.
         from services.engine.torch.quantized.stored_kernel import KERNELS, round_groups, round_rows
-
+    except Exception as error:
+        log.warning("stored_kernels_unusable error=%r", error)
+        return StoredKernels(int4=None)
+    try:
         for kernel in (round_rows, round_groups):
             kernel(torch.ones((1, BLOCK), dtype=torch.bfloat16, device=device))
-        return StoredKernels(round_rows, round_groups, KERNELS)
-    # Triton, a compiler or torch may raise anything, and torch's operations work without.
+    # Triton, a compiler or torch may raise anything: GPUs before compute capability 8.9 have no such floats.
     except Exception as error:
         log.warning("rounding_kernel_unusable error=%r", error)
-        return StoredKernels()
+        return StoredKernels(int4=KERNELS)
+    return StoredKernels(round_rows, round_groups, KERNELS)
 
 
 def _products(model: nn.Module, kept: Collection[nn.Module]) -> list[_Members]:

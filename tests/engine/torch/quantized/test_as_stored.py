@@ -1,7 +1,9 @@
 """Linear layers that multiply weights as they are stored: what they round, and which are replaced."""
 
 import logging
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,15 +167,34 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
         assert torch.equal(logits(model), before)
         assert "off=1.4" in caplog.text
     with subtests.test("a device that cannot"):
-
-        def fail(*_, **__):
-            raise RuntimeError("no such device")
-
         caplog.clear()
         monkeypatch.undo()
         monkeypatch.setattr(torch, "_scaled_mm", fail)
         assert multiply_as_stored(load_model(checkpoint, CPU), (), stored_weights(checkpoint)) == ""
         assert caplog.text.count("no such device") == 3  # with other numbers of rows, too
+
+
+def test_a_gpu_without_floats_of_8_bits_still_multiplies_those_of_4(subtests, tmp_path, monkeypatch, caplog):
+    """What there is none of here is a device; on one before compute capability 8.9 Triton raises."""
+    cuda, name = torch.device("cuda"), "services.engine.torch.quantized.stored_kernel"
+    with subtests.test("they are rounded by torch, and products of 4 bits are a kernel's"):
+        found = SimpleNamespace(KERNELS=object(), round_rows=fail, round_groups=fail)
+        monkeypatch.setitem(sys.modules, name, found)
+        kernels = as_stored.kernels_on(cuda)
+        assert kernels.round_rows is round_rows_plainly and kernels.int4 is found.KERNELS
+        assert "rounding_kernel_unusable" in caplog.text
+    with subtests.test("without Triton numbers of 4 bits stay dequantized, which is faster than torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+        kernels = as_stored.kernels_on(cuda)
+        assert kernels.int4 is None
+        model = load_model(open_checkpoint(stored.tiny_checkpoint(), "bfloat16"), CPU)
+        monkeypatch.setattr(as_stored, "kernels_on", lambda device: kernels)
+        assert multiply_as_stored(model, (), "int4") == ""
+        assert multiply_as_stored(model, (), "fp8") == "float8_rows=14"
+
+
+def fail(*_, **__):
+    raise RuntimeError("no such device")
 
 
 def test_what_computes_is_told_by_layer_and_by_where_its_numbers_are_from():
