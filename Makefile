@@ -34,7 +34,10 @@ VERSIONS ?= oldest newest
 # What leans on the inside of transformers, and differs from release to release.
 VERSIONS_TESTS := tests/engine/torch/model tests/model tests/router/text tests/settings
 # These look at families that no default test has.
-VERSIONS_EXACT := tests/model tests/engine/torch/model/check tests/engine/torch/model/test_recurrence.py
+VERSIONS_EXACT := tests/model tests/engine/torch/model/check tests/engine/torch/model/test_recurrence.py \
+  tests/engine/torch/paired/test_peft.py
+# The reference of LoRA adapters, which nothing else needs.
+VERSIONS_PEFT := peft==0.21.2 accelerate==1.15.0
 
 TRITON := .cache/triton
 TRITON_TESTS := tests/engine/torch
@@ -161,6 +164,7 @@ $(VERSIONS:%=.venv-%/.installed): .venv-%/.installed: $(STAMP)
 	rm -rf .venv-$*
 	$(call BEHIND,.venv-$*)
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade '$(TRANSFORMERS)'
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VERSIONS_PEFT)
 	touch $@
 
 setup-versions: $(VERSIONS:%=.venv-%/.installed)
