@@ -111,6 +111,10 @@ def _signing_keys(text: str) -> Mapping[str, jwt.PyJWK]:
         keys = {key.key_id or "": key for key in signing}
     except (ValueError, TypeError, AttributeError, RecursionError, jwt.PyJWTError) as error:
         raise ConfigError(str(error)) from error
+    if private := [name for name, key in keys.items() if hasattr(key.key, "private_bytes")]:
+        raise ConfigError(
+            f"its key {private[0]!r} is private: whoever has it can make tokens; list public keys"
+        )
     if len(keys) < len(signing):
         raise ConfigError("it has two keys of one id (kid), or without one")
     if not keys:

@@ -7,7 +7,7 @@ import time
 
 import jwt
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from router.http.backend import FakeBackend, client
 from services.router.api_keys import BAD_TOKEN, EXPIRED_TOKEN, NO_KEY, WRONG_KEY, ApiKeys
@@ -69,6 +69,8 @@ def test_which_tokens_are_accepted(tmp_path, subtests):
         ({"exp": 10**400}, BAD_TOKEN),
         ({"iat": time.time() + 30}, None),  # The provider's clock may be ahead a little.
         ({"iat": time.time() + 300}, BAD_TOKEN),
+        ({"nbf": time.time() + 30}, None),
+        ({"nbf": time.time() + 300}, BAD_TOKEN),
         ({"tenant": None}, BAD_TOKEN),
         ({"tenant": ""}, BAD_TOKEN),
         ({"tenant": 7}, BAD_TOKEN),
@@ -85,6 +87,11 @@ def test_which_tokens_are_accepted(tmp_path, subtests):
         assert refused(tokens, ours.sign("a", **good)[:-4] + "AAAA") == BAD_TOKEN
         assert refused(tokens, jwt.encode({"tenant": "acme", "exp": NOW + 9}, None, "none")) == BAD_TOKEN
         assert refused(tokens, "no.token.here") == BAD_TOKEN
+        critical = {"kid": "a", "crit": ["unknown"], "unknown": 1}
+        claims = {"tenant": "acme", "exp": NOW + 9} | good
+        assert refused(tokens, jwt.encode(claims, ours.keys["a"], "ES256", headers=critical)) == BAD_TOKEN
+        listed = jwt.api_jws.encode(b"[1]", ours.keys["a"], "ES256", headers={"kid": "a"})
+        assert refused(tokens, listed) == BAD_TOKEN
         unnamed = jwt.encode({"tenant": "acme", "exp": NOW + 9} | good, ours.keys["a"], "ES256")
         assert refused(tokens, unnamed) == BAD_TOKEN
     with subtests.test("a token that was accepted is accepted until it expires"):
@@ -116,7 +123,13 @@ def test_the_file_of_keys_is_followed(tmp_path, subtests):
         forged = {"tenant": "acme", "exp": NOW + 9}
         by_secret = jwt.encode(forged, b"secret-secret-secret-secret-secret", "HS256", headers={"kid": "s"})
         assert refused(tokens, by_secret) == BAD_TOKEN
+    private = [
+        jwt.algorithms.ECAlgorithm.to_jwk(provider.keys["a"], as_dict=True) | {"kid": "p"},
+        jwt.algorithms.RSAAlgorithm.to_jwk(rsa.generate_private_key(65537, 2048), as_dict=True),
+        jwt.algorithms.OKPAlgorithm.to_jwk(ed25519.Ed25519PrivateKey.generate(), as_dict=True),
+    ]
     for text, problem in [
+        *((json.dumps({"keys": [provider.public("a"), key]}), "is private") for key in private),
         ("{", "Invalid|Expecting"),
         ("[]", ""),
         ('{"keys": []}', ""),
