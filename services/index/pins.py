@@ -159,10 +159,6 @@ class PinWriter:
                 logger.warning("pins_write_failed queued=%d error=%s", len(self._queue), error)
                 await backoff.sleep()
 
-    @property
-    def num_queued(self) -> int:
-        return len(self._queue)
-
     async def write_some(self) -> None:
         batch = dict(itertools.islice(self._queue.items(), _MAX_PUTS))
         if not batch:

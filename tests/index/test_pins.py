@@ -59,7 +59,7 @@ async def test_only_what_changed_or_is_half_expired_is_written(etcd: Etcd, keys:
     async def written_after(decode: RankId) -> int:
         writer.pin("c", decode)
         writer.pin("c", decode)
-        while writer.num_queued:
+        while writer._queue:
             await writer.write_some()
         _, kvs = await etcd.snapshot(keys.prefix)
         known.update({pin_name("c"): KnownPin(decode_pin(kv.value), kv.mod_revision) for kv in kvs})
@@ -84,7 +84,7 @@ async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd
 
     async def write(writer: PinWriter, decode: RankId) -> None:
         writer.pin("c", decode)
-        while writer.num_queued:
+        while writer._queue:
             await writer.write_some()
 
     async def come_back() -> Pin:
@@ -104,7 +104,7 @@ async def test_a_conversation_that_another_router_moved_is_moved_back(etcd: Etcd
     now += SETTINGS.recent_s
     known.clear()  # etcd has lost everything
     ours.pin("c", D0)
-    assert ours.recent("c") == Pin(D0) and ours.num_queued == 1
+    assert ours.recent("c") == Pin(D0) and len(ours._queue) == 1
 
 
 async def test_of_two_pins_of_one_conversation_the_later_stands(etcd: Etcd, keys: ClusterKeys) -> None:
@@ -118,7 +118,7 @@ async def test_of_two_pins_of_one_conversation_the_later_stands(etcd: Etcd, keys
     known[pin_name("c")] = KnownPin(Pin(D1), kv.mod_revision)
     assert (ours.recent("c"), other.recent("c")) == (None, Pin(D1))
     ours.pin("c", D0)  # what it wrote last is not what etcd has
-    assert ours.num_queued == 1
+    assert len(ours._queue) == 1
 
 
 async def test_a_lost_lease_is_replaced(etcd: Etcd, keys: ClusterKeys) -> None:
@@ -137,10 +137,10 @@ async def test_the_queue_is_bounded_while_etcd_is_away(caplog: pytest.LogCapture
         async with running(writer.run()) as (task,):
             for number in range(300):
                 writer.pin(f"{number}", D0)
-            assert (writer.num_queued, writer.dropped) == (250, 50)
+            assert (len(writer._queue), writer.dropped) == (250, 50)
             await until(lambda: caplog.text.count("pins_write_failed queued=250") >= 2)
             writer.pin("300", D0)
-            assert (writer.num_queued, writer.dropped) == (250, 51)
+            assert (len(writer._queue), writer.dropped) == (250, 51)
             assert not task.done()
 
 

@@ -43,10 +43,6 @@ class Setting:
     def layout(self) -> str:
         return f"{self.prefill}+{self.decode}" if self.prefill else f"{self.decode} aggregated"
 
-    @property
-    def without_index(self) -> "Setting":
-        return replace(self, staleness_s=0.0)
-
     def columns(self) -> dict[str, object]:
         return {
             "workload": self.workload,
