@@ -37,7 +37,7 @@ from services.engine.torch.model.packed_model import Computed, PackedModel
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_buffers import StepBuffers
 from services.engine.torch.step_rooms import StepOutputs, StepRoom
-from services.engine.torch.step_sizes import StepLimits, is_for_contexts, is_for_step, rooms_for
+from services.engine.torch.step_sizes import StepLimits, has_room, is_for_contexts, is_for_step, rooms_for
 from services.engine.torch.step_trial import StepTrial, accepted_of, rows_to_compare, worst_error, worst_state
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,6 @@ _LEAST_BYTES, _SHARE = 256 << 20, 64
 # Logits may differ by so much: the root mean square error relative to theirs, in the median row. The same
 # kernels compute both; a plan that is cut differently, and padding, change the order of sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
-_UNTRIED = "the pools have no room for a step of its size"
 
 
 def graph_budget(device: torch.device, mib: int | None) -> int:
@@ -271,14 +270,17 @@ class StepGraphs:
         self._buckets.clear()
         self._outputs = self._logits = self._most_probable = None
 
-    def _compute(self, chunks: Sequence[Chunk], rows: Sequence[int]) -> Computed | None:
+    def _compute(
+        self, chunks: Sequence[Chunk], rows: Sequence[int], tried: _Bucket | None = None
+    ) -> Computed | None:
+        """Compute a step in the bucket that is tried, if it has room there, or in the one for such steps."""
         if not self._takes(chunks):
             return None
         step = _Step.of(chunks)
         has_runs = self._pools.slots is not None and any([chunk.num_drafts for chunk in chunks])
         runs = [len(chunk.token_ids) for chunk in chunks] if has_runs else []
-        bucket = self._bucket_for(step, runs)
-        if bucket is None:
+        bucket = tried or self._bucket_for(step, runs)
+        if bucket is None or (tried and not has_room(tried.buffers.room, *step.size, runs)):
             return None
         if self._pools.slots is not None:
             require_slots([chunk.slot for chunk in chunks], self._pools.slots.num_slots)
@@ -358,7 +360,7 @@ class StepGraphs:
             bucket = _Bucket(buffers, replay, take)
             self._buckets.append(bucket)
             self._buckets.sort(key=lambda each: each.size)
-            fault = self._fault(trial)
+            fault = self._fault(trial, bucket)
         # A definition, torch or the device may raise anything, and steps work without graphs.
         except Exception as error:
             logger.warning("graph_refused rows=%s reason=%r", what, str(error))
@@ -374,8 +376,7 @@ class StepGraphs:
         if fault is not None:
             logger.warning("graph_wrong rows=%s reason=%r", what, fault)
             self._buckets.remove(bucket)
-            if fault is not _UNTRIED:
-                self._give_up_sums()
+            self._give_up_sums()
         return True
 
     def _give_up_sums(self) -> None:
@@ -392,9 +393,9 @@ class StepGraphs:
         self._logits[: buffers.num_kept].copy_(logits)
         torch.argmax(logits, 1, out=self._most_probable[: buffers.num_kept])
 
-    def _fault(self, trial: StepTrial) -> str | None:
+    def _fault(self, trial: StepTrial, bucket: _Bucket) -> str | None:
         """Replay random steps, full and padded, and return how they differ from eager ones, or None."""
-        tolerance, was_tried = _TOLERANCE.get(self._model.model.dtype, _TOLERANCE[torch.float16]), False
+        tolerance = _TOLERANCE.get(self._model.model.dtype, _TOLERANCE[torch.float16])
         for chunks in (trial.chunks, trial.chunks[:-1] or trial.chunks):
             groups = rows_to_compare(chunks)
             rows = [row for group in groups for row in group]
@@ -405,10 +406,9 @@ class StepGraphs:
             eagerly.keep(counts)
             left = trial.states()
             trial.again()
-            computed = self._compute(chunks, rows)
+            computed = self._compute(chunks, rows, bucket)
             if computed is None:  # A step with fewer kinds of rows belongs to another bucket.
                 continue
-            was_tried = True
             error = worst_error(computed.logits.float(), anew, groups)
             computed.keep(counts)
             if left:
@@ -417,14 +417,14 @@ class StepGraphs:
                     return _off_by("states", of_states, tolerance)
             trial.again()
             trial.lose_a_page()
-            lost = self._compute(chunks, rows)
+            lost = self._compute(chunks, rows, bucket)
             assert lost is not None, "the same step was computed before"
             control = worst_error(lost.logits.float(), anew, groups)
             if not error <= tolerance:  # NaN fails, too.
                 return _off_by("logits", error, tolerance)
             if not control > error:
                 logger.warning("graph_check_blind rows=%d error=%.1e lost=%.1e", len(rows), error, control)
-        return None if was_tried else _UNTRIED
+        return None
 
 
 def _off_by(what: str, error: float, tolerance: float) -> str:

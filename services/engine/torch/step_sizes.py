@@ -135,17 +135,21 @@ def scan_steps(max_tokens: int) -> Iterator[StepRoom]:
 
 
 def is_for_step(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
-    """Return whether the room is for such a step, and not for one of many times its rows.
+    """Return whether the room is for such a step, and not for one of many times its rows."""
+    most_rows = max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles))
+    return room.num_tokens + room.num_singles <= most_rows and has_room(room, tokens, singles, runs)
 
-    It has prompts and single tokens exactly where the step does. `runs` are the numbers of tokens of
+
+def has_room(room: StepRoom, tokens: int, singles: int, runs: Sequence[int]) -> bool:
+    """Return whether such a step can be computed there.
+
+    The room has prompts and single tokens exactly where the step does. `runs` are the numbers of tokens of
     sequences where recurrent layers compute drafts, and empty elsewhere.
     """
     most_tokens, most_singles = room.num_tokens, room.num_singles
     if bool(most_tokens) is not bool(tokens) or bool(most_singles) is not bool(singles):
         return False
     if not tokens <= most_tokens or not singles <= most_singles:
-        return False
-    if most_tokens + most_singles > max(_FEW_ROWS_IN_ALL, _MOST_TIMES * (tokens + singles)):
         return False
     if room.runs is None:
         return not runs and (not room.is_scan or most_tokens == tokens)

@@ -484,12 +484,24 @@ def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_bucket_that_no_step_has_tried_is_left_out(caplog):
-    """A pool of 6 pages holds no step of a third of 600 tokens, so that none takes the largest buckets."""
-    made = Made("llama", tape.computed_again, max_rows=0, max_prompt_tokens=600, num_pages=6)
-    sizes = [bucket.size[0] for bucket in made.graphs._buckets]
-    assert sizes == [64, 128]
-    assert caplog.text.count("the pools have no room for a step of its size") == 4
+def test_every_bucket_is_tried_itself(monkeypatch, caplog, subtests):
+    """Though a step as large as the trial's would be computed in a smaller one, or without any."""
+
+    def wrong_if_large(compute):
+        buffers = compute.args[0]
+        is_large = buffers.num_rows > 300 or buffers.room.num_seen == 20_000
+        return wrong(compute) if is_large else tape.computed_again(compute)
+
+    with subtests.test("prompts of a small pool"):
+        made = Made("llama", wrong_if_large, max_rows=0, max_prompt_tokens=600, num_pages=6)
+        assert [bucket.size[0] for bucket in made.graphs._buckets] == [64, 128, 256]
+        assert caplog.text.count("graph_wrong") == 3
+    caplog.clear()
+    with subtests.test("contexts of latents"):
+        monkeypatch.setattr(step_sizes, "_LATENT_SEEN", (4096, 20_000))
+        made = Made("deepseek_v3", wrong_if_large, max_rows=4)
+        assert [bucket.size[1:] for bucket in made.graphs._buckets] == [(1, 4096), (4, 4096)]
+        assert caplog.text.count("graph_wrong") == 2
 
 
 def test_captures_collect_no_garbage():
