@@ -134,9 +134,9 @@ class StepBuffers:
         return self.room.num_tokens > 0
 
     @property
-    def kept(self) -> Tensor:
-        """These are the rows whose logits are computed, int64 [num_kept]; without prompts all rows are."""
-        return self._areas.device["kept"] if self.keeps_some else self._arange
+    def kept(self) -> Tensor | int:
+        """These are the rows whose logits are computed, int64 [num_kept]; 0 means all, without prompts."""
+        return self._areas.device["kept"] if self.keeps_some else 0
 
     @property
     def positions(self) -> Tensor:

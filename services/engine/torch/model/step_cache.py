@@ -257,8 +257,7 @@ class StepCache:
         self.view: StepView | None = None  # The view knows this cache.
         self._calls = iter(calls)
         self._stored: int | None = None
-        self.device = positions.device
-        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+        self.device, self._positions = positions.device, positions
 
     # Attention calls these methods.
 
@@ -290,6 +289,10 @@ class StepCache:
         return self._offsets
 
     get_query_offset = get_seq_length
+
+    @cached_property
+    def _offsets(self) -> Tensor:
+        return self._positions - torch.arange(len(self._positions), device=self.device)
 
     # Mixers call these methods.
 
