@@ -4,28 +4,50 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _PROC, _CGROUP, _OWN = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _MOUNTS, _IN_MEMORY = Path("/proc/self/mountinfo"), ("tmpfs", "ramfs")
 
 
+class _Cgroups(NamedTuple):
+    """This says where one version of cgroups keeps a group's limit and what it uses."""
+
+    folder: str
+    controllers: str  # The middle field of its line in /proc/self/cgroup.
+    limit: str
+    used: str
+    cached: tuple[str, str]
+
+
+_VERSIONS = (
+    _Cgroups("", "", "memory.max", "memory.current", ("active_file ", "inactive_file ")),
+    _Cgroups(
+        "memory",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file ", "total_inactive_file "),
+    ),
+)
+
+
 def available_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
-    """Return what is free without swapping, by proc(5), and within our cgroups' limits (v2); None if
-    unknown.
-    """
+    """Return what is free without swapping, by proc(5), and within our cgroups' limits; None if unknown."""
     amounts = _meminfo_bytes(meminfo, "MemAvailable")
-    for group in _groups(cgroup, own):
+    for version, group in _groups(cgroup, own):
         with suppress(OSError, ValueError):  # "max" means that there is no limit.
-            limit = int((group / "memory.max").read_text())
-            amounts.append(limit - int((group / "memory.current").read_text()) + _cached_bytes(group))
+            limit = int((group / version.limit).read_text())
+            used = int((group / version.used).read_text())
+            amounts.append(limit - used + _cached_bytes(group, version.cached))
     return min(amounts, default=None)
 
 
 def total_bytes(meminfo: Path = _PROC, cgroup: Path = _CGROUP, own: Path = _OWN) -> int | None:
     amounts = _meminfo_bytes(meminfo, "MemTotal")
-    for group in _groups(cgroup, own):
+    for version, group in _groups(cgroup, own):
         with suppress(OSError, ValueError):
-            amounts.append(int((group / "memory.max").read_text()))
+            amounts.append(int((group / version.limit).read_text()))
     return min(amounts, default=None)
 
 
@@ -46,18 +68,22 @@ def _meminfo_bytes(meminfo: Path, name: str) -> list[int]:
     return []
 
 
-def _groups(cgroup: Path, own: Path) -> Iterator[Path]:
-    """Yield the visible root cgroup, which in a container is the container's own, and those down to ours."""
-    yield cgroup
+def _groups(cgroup: Path, own: Path) -> Iterator[tuple[_Cgroups, Path]]:
+    """Yield the visible root cgroups, in a container the container's own, and those down to ours."""
+    lines: list[str] = []
     with suppress(OSError):
-        path = next((x[3:] for x in own.read_text().splitlines() if x.startswith("0::/")), "/")
-        inner = cgroup
+        lines = own.read_text().splitlines()
+    for version in _VERSIONS:
+        inner = cgroup / version.folder
+        yield version, inner
+        fields = (line.split(":", 2) for line in lines)
+        path = next((field[2] for field in fields if field[1] == version.controllers), "/")
         for name in path.split("/")[1:]:
             if name not in ("", ".."):
                 inner /= name
-                yield inner
+                yield version, inner
 
 
-def _cached_bytes(cgroup: Path) -> int:
-    lines = (cgroup / "memory.stat").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("inactive_file ", "active_file ")))
+def _cached_bytes(group: Path, names: tuple[str, str]) -> int:
+    lines = (group / "memory.stat").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(names))

@@ -40,6 +40,23 @@ def test_what_is_left(subtests, tmp_path_factory):
         assert machine(tmp_path) == 30_000
         assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 40_000
         assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "no") == 99 << 10
+    # A container on a node of cgroup v1 sees its own group as the root, and has the node's path in
+    # /proc/self/cgroup. No limit is a number there.
+    with subtests.test("cgroup v1 has other files"):
+        tmp_path = tmp_path_factory.mktemp("case")
+        (tmp_path / "own").write_text("9:name=systemd:/pod/c\n4:memory:/pod/c\n1:cpu:/pod/c\n0::/\n")
+        group = tmp_path / "memory"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("50000\n")
+        (group / "memory.usage_in_bytes").write_text("20000\n")
+        (group / "memory.stat").write_text(
+            "inactive_file 1\ntotal_active_file 1000\ntotal_inactive_file 200\n"
+        )
+        assert machine(tmp_path) == 31_200
+        assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 50_000
+        (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+        assert machine(tmp_path) == 64 << 10
+        assert total_bytes(tmp_path / "meminfo", tmp_path, tmp_path / "own") == 99 << 10
 
 
 def test_where_a_file_system_keeps_its_files(tmp_path):
