@@ -5,14 +5,16 @@ They are counted on a CPU, on the way that a GPU's steps go: what Triton does th
 
 from collections import Counter
 from contextlib import nullcontext
+from operator import le
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from engine.torch.model.fused.fused_models import loaded
 from services.cli.model.make_model import make_model
-from services.engine.paged.model_runner import Chunk
+from services.engine.paged.model_runner import Chunk, TailPages
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention import paged_attention
 from services.engine.torch.attention.page_pieces import OnDevice
@@ -93,16 +95,24 @@ def launched(monkeypatch):
     return launches, Kernels(normalize, rotate, activate, add_and_normalize)
 
 
-def launches_of_step(directory, num_layers, launched, is_captured=False, batch=3):
-    launches, kernels = launched
-    make_model(directory, "llama", num_layers=num_layers)
-    model = PackedModel(load_model(open_checkpoint(directory, "bfloat16"), CPU))
-    model.fused = fuse.fuse(model.model, model.probed.read_linears, kernels)
+def launches_of_step(model, fused_by, launches, is_captured=False, batch=3):
+    """Return the launches of a step of the model, fused by these kernels unless they are None."""
+    if fused_by is not None:
+        model.fused = fuse.fuse(model.model, model.probed.read_linears, fused_by)
     pools = Pools(
-        model.probed, num_pages=16, page_size=64, sizes=PoolSizes(), model_fingerprint=0, device=CPU
+        model.probed,
+        num_pages=32,
+        page_size=64,
+        sizes=PoolSizes(num_window_pages=32, num_slots=batch),
+        model_fingerprint=0,
+        device=CPU,
     )
-    pages = [[PageId(4 * i + page) for page in range(4)] for i in range(batch)]
-    chunks = [Chunk([5], 200, own, True, SamplingParams(temperature=0)) for own in pages]
+    chunks = []
+    for row in range(batch):
+        pages = [PageId(4 * row + page) for page in range(4)]
+        tails, slot = (TailPages(0, pages),) * (len(pools.layers.pools) - 1), row if pools.slots else None
+        greedy = SamplingParams(temperature=0)
+        chunks.append(Chunk([5], 200, pages, True, greedy, tails=tails, slot=slot))
     residuals = Residuals(model.fused)
     for _ in range(2 if is_captured else 1):
         launches.counts.clear()
@@ -113,8 +123,13 @@ def launches_of_step(directory, num_layers, launched, is_captured=False, batch=3
 
 
 def launches_of_layer(directory, launched, is_captured):
-    few = launches_of_step(directory / "2", 2, launched, is_captured)
-    more = launches_of_step(directory / "4", 4, launched, is_captured)
+    of_steps = []
+    for num_layers in (2, 4):
+        own = directory / str(num_layers)
+        make_model(own, "llama", num_layers=num_layers)
+        model = PackedModel(load_model(open_checkpoint(own, "bfloat16"), CPU))
+        of_steps.append(launches_of_step(model, launched[1], launched[0], is_captured))
+    few, more = of_steps
     more.subtract(few)
     return {name: count / 2 for name, count in more.items() if count}
 
@@ -126,3 +141,57 @@ def test_a_layer_of_a_llama_is_few_launches(launched, tmp_path, subtests):
             counts = launches_of_layer(tmp_path / str(is_captured), launched, is_captured)
             assert counts == of_layer | norms
             assert sum(counts.values()) == (11 if is_captured else 13)
+
+
+# These are the layers of tiny checkpoints, and the most launches of a step: as defined, and when it is fused and
+# captured. 13 to 16 of them belong to no layer. A layer of a Llama has 11; beside these,
+#   Qwen3, Gemma     norm heads of q and k, Gemma also what is added; Gemma 4 has an input for each layer
+#   experts          take 20 to 28 a layer: they are chosen, rows sorted, gathered and added up (transformers'
+#                    grouped products), each by an operation of torch; gpt-oss' own activation is among them
+#   recurrent ones   take 40 to 70 a layer: transformers' recurrences in torch, gated norms, states
+#   Llama 4          rotates complex numbers, and has a temperature for each token
+MOST_LAUNCHES = {
+    "llama": (2, 100, 35),
+    "mistral": (2, 100, 35),
+    "qwen2": (2, 100, 35),
+    "qwen3": (2, 132, 39),
+    "qwen3_5": (4, 353, 188),
+    "qwen3_5_moe": (4, 457, 288),
+    "qwen3_next": (4, 462, 295),
+    "nemotron_h": (6, 215, 156),
+    "falcon_h1": (2, 186, 123),
+    "bamba": (4, 236, 129),
+    "gpt_oss": (4, 291, 156),
+    "gemma2": (4, 282, 69),
+    "gemma3": (4, 368, 83),
+    "gemma4": (6, 598, 172),
+    "llama4": (4, 232, 125),
+    "qwen3_moe": (2, 162, 73),
+    "minimax_m2": (2, 178, 83),
+}
+
+
+@pytest.mark.exact
+@pytest.mark.parametrize("family", MOST_LAUNCHES)
+def test_steps_of_every_family_are_so_many_launches(family, launched, monkeypatch):
+    """Other versions of transformers may launch less."""
+    launches, kernels = launched
+    monkeypatch.setattr(packed_model, "forward_in_place", lambda *_: None)
+    counts = []
+    for fused_by in (None, kernels):
+        model = PackedModel(loaded(family, "bfloat16"))
+        model.scan_tokens = None
+        counts.append(launches_of_step(model, fused_by, launches, is_captured=fused_by is not None))
+    num_layers = model.model.config.get_text_config().num_hidden_layers
+    told = (num_layers, *(sum(each.values()) for each in counts))
+    assert all(map(le, told, MOST_LAUNCHES[family])), (told, counts[1])
+
+
+def test_what_a_layer_launches_more_is_noticed(launched, monkeypatch):
+    launches, kernels = launched
+    model = PackedModel(loaded("llama", "bfloat16"))
+    mlp = model.model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 2
+    counts = launches_of_step(model, kernels, launches, is_captured=True)
+    assert sum(counts.values()) > MOST_LAUNCHES["llama"][2]
