@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.torch.attention.reach_cases import NUM_LAYERS, Case, Made, attended, cases, chunk_of, made_of
 from services.engine.torch.attention import cpu_attention_kernel, step_view
 from services.engine.torch.attention.cpu_attention_kernel import PagePieces
-from services.engine.torch.attention.paged_kv import PageShape
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape
 from services.engine.torch.attention.step_view import IN_PLACE_DTYPES, InPlace, Reach
 
 
@@ -59,6 +59,23 @@ def test_a_token_gets_the_same_alone_and_beside_others(dtype, data, three_thread
     assert torch.equal(together, alone)
     some = sorted(data.draw(st.sets(st.integers(0, len(tokens) - 1), min_size=1)))
     assert torch.equal(of_rows(case, made, [tokens[row] for row in some], some), alone[some])
+
+
+@pytest.mark.exact
+@given(data=st.data())
+def test_numbers_of_8_bits_are_read_as_the_numbers_they_are(data):
+    """A pool of float32 that has what one of float8 has gives the same bits, and keeps the same."""
+    case = data.draw(cases(dtype=torch.float32))
+    made = made_of(case)
+    narrow = PagedKv(made.pool.numbers.to(torch.float8_e4m3fn), made.pool.shape, torch.float32)
+    wide = PagedKv(narrow.numbers.float(), made.pool.shape)
+    rounded = [narrow.rounded(numbers).float() for numbers in (made.key, made.value)]
+    outputs = [
+        attended(case, Made(pool, made.query, *stored, made.sinks), InPlace())
+        for pool, stored in ((narrow, (made.key, made.value)), (wide, rounded))
+    ]
+    assert torch.equal(*outputs)
+    assert torch.equal(narrow.numbers.float().nan_to_num(), wide.numbers.nan_to_num())
 
 
 def a_tree_of_readers():

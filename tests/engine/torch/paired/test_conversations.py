@@ -122,3 +122,28 @@ async def test_turns_are_exact_when_all_that_was_cached_has_been_in_a_tier(famil
                 assert answer.admitted.decode_prefix_len == held
         assert talk.near_ties <= MOST_NEAR_TIES
         await pair.assert_nothing_held()
+
+
+@pytest.mark.exact
+async def test_keys_and_values_of_8_bits_cross_as_they_are(subtests):
+    """Half the bytes of bfloat16 cross, with digests; a rank that keeps another type does not pair."""
+    settings = torch_settings("gemma3", kv_dtype="fp8_e4m3")
+    with subtests.test("what a pair answers is what one rank alone computes"):
+        answers = []
+        async with Pair(settings) as pair:
+            assert {group.dtype for group in pair.decode.layout.groups} == {"float8_e4m3fn"}
+            for plan in (Plan.REMOTE, Plan.LOCAL):
+                ids, answers_of_plan = [], []
+                for seed, length in enumerate((50, 20)):
+                    ids += new_text(length, seed)
+                    answer = await pair.generate(ids, 9, plan, cache_salt=plan.value)
+                    assert (answer.admitted.kv_bytes_moved > 0) == (plan is Plan.REMOTE)
+                    answers_of_plan.append(answer.tokens)
+                    ids += answer.tokens
+                answers.append(answers_of_plan)
+            await pair.assert_nothing_held()
+        assert answers[0] == answers[1]
+    with subtests.test("types differ"):
+        async with Pair(settings, prefill_settings=replace(settings, kv_dtype=None)) as pair:
+            with pytest.raises(Exception, match=r"the KV layouts differ in (groups|page_bytes)"):
+                await pair.generate(new_text(50, 0), 2)

@@ -26,7 +26,7 @@ from services.engine.paged.model_runner import Chunk
 from services.engine.torch import pools as runner_pools
 from services.engine.torch.attention.attention_trial import require_agreement, require_stored
 from services.engine.torch.attention.page_pieces import OnDevice, PartsView
-from services.engine.torch.attention.paged_kv import PageShape, Scores
+from services.engine.torch.attention.paged_kv import PagedKv, PageShape, Scores
 from services.engine.torch.attention.step_view import view_step
 from services.engine.torch.model import packed_model
 from services.engine.torch.runner import TorchRunner
@@ -68,6 +68,24 @@ def test_it_computes_what_float64_does(attend_parts, step, group, head_dims, dty
     layout = Layout(dtype, head_dims[0], group, head_dims[1])
     output, expected = attended(attend_parts, step, layout, num_programs, seed)
     torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@settings(max_examples=10)
+@given(step=steps(), head_dims=st.sampled_from([(64, 64), (24, 16)]), seed=st.integers(0, 99))
+def test_pages_of_8_bits_are_read_as_the_numbers_they_are(attend_parts, step, head_dims, seed):
+    """They are read as pages of the model's own type that have the same numbers, to the bit."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = PageShape(2, 2, step.page_size, *head_dims)
+    numbers = torch.randn(step.num_pages * shape.page_numbers, generator=generator).to(torch.float8_e4m3fn)
+    query = torch.randn(len(step.chunks), 4, head_dims[0], generator=generator)
+    scores = Scores(0.3, step.softcap, torch.randn(4, generator=generator) if step.has_sinks else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = []
+        for kv in (PagedKv(numbers, shape, dtype), PagedKv(numbers.to(dtype), shape)):
+            view = reach_view_of(kv, step.chunks, OnDevice(attend_parts, 4, 16), step.reach).decode
+            outputs.append(torch.full((len(query), 4, head_dims[1]), torch.nan, dtype=dtype))
+            attend_parts(view, query.to(dtype), kv, 1, scores, outputs[-1])
+        assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize(("dtype", "page_size"), [(torch.float32, 7), (torch.bfloat16, 64)])
