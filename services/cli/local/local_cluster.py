@@ -255,7 +255,10 @@ class LocalCluster:
         self.kv_pages = preflight.check_memory(shape.model, ranks, free_bytes, total_bytes)
         preflight.check_etcd(shape.etcd)
         self.router_config.tls()
-        key_metadata(self.router_config.api_key_file)
+        keys = self.router_config.api_key_file
+        if self.router_config.jwks_file is not None and keys is None:
+            raise ConfigError("--jwks-file needs --api-key-file here, with a key by which routers are asked")
+        key_metadata(keys)
         wanted = {"--port": shape.port, "--http-port": shape.http_port}
         named = {flag: port for flag, port in wanted.items() if port}
         preflight.check_ports(shape.host, named, shape.routers)

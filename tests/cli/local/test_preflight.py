@@ -81,6 +81,11 @@ def test_demands_of_other_engines_flags_and_files(subtests, checkpoint, capsys):
             assert said in capsys.readouterr().err
     with subtests.test("a key that is not there"), pytest.raises(ConfigError, match="--api-key-file"):
         check(checkpoint, router_flags=("--api-key-file=/nowhere",))
+    with (
+        subtests.test("tokens alone, of which it has none"),
+        pytest.raises(ConfigError, match="--jwks-file needs"),
+    ):
+        check(checkpoint, router_flags=("--jwks-file=/nowhere",))
     with subtests.test("other engines bring their own demands"):
         (checkpoint / "model.safetensors").unlink()
         (checkpoint / "config.json").unlink()
