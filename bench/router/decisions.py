@@ -10,9 +10,9 @@ and ends some decisions later; ranks report their loads meanwhile.
     place   all of the placer: match, candidates, prices, choice
     books   what is noted of it: sent, admitted, finished, ended
     refuse  all of the placer, where every rank is full
-    below   the placer where ranks have tiers, over the same without, in turns: of 64 decode ranks each keeps
-            125,000 blocks, half of them in files, and all of a conversation is kept by its rank, three fifths
-            by another one
+    below   the placer where ranks have tiers, over the same without, decision by decision in turns: of 64
+            decode ranks each keeps 125,000 blocks, half of them in files, and all of a conversation is kept
+            by its rank, three fifths by another one
 
 Times are the thread's own CPU time.
 """
@@ -231,15 +231,19 @@ def below_rows() -> Iterator[Row]:
     for prompt_tokens in PROMPT_TOKENS:
         without = _Router(prefill, decode, prompt_tokens, PrefixIndex())
         with_tiers = _Router(prefill, decode, prompt_tokens, PrefixIndex(), PrefixIndex())
-        turns = [(_run(without).place, _run(with_tiers).place) for _ in range(_BELOW_TURNS)]
-        # Other work on the machine only ever makes a turn slower.
-        best = [min(np.percentile(times, 50) for times in side) / 1e3 for side in zip(*turns, strict=True)]
+        sides = _Spent(), _Spent()
+        gc.freeze()
+        for _ in range(_BELOW_TURNS):
+            # Other work on the machine, which comes and goes, slows both down alike.
+            for _ in zip(_decide(without, sides[0]), _decide(with_tiers, sides[1]), strict=True):
+                pass
+        p50s = [float(np.percentile(side.place, 50)) / 1e3 for side in sides]
         yield {
             "ranks": prefill + decode,
             "prompt tokens": prompt_tokens,
-            "without p50": float(best[0]),
-            "with p50": float(best[1]),
-            "ratio": float(best[1] / best[0]),
+            "without p50": p50s[0],
+            "with p50": p50s[1],
+            "ratio": p50s[1] / p50s[0],
         }
 
 
@@ -265,7 +269,15 @@ def _row(prefill: int, decode: int, prompt_tokens: int) -> Row:
 def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
     """`matched_ns`: spent matching so far."""
     gc.freeze()  # A router does so when it has read the index.
-    rng, spent = random.Random(1), _Spent()
+    spent = _Spent()
+    for _ in _decide(router, spent, matched_ns):
+        pass
+    return spent
+
+
+def _decide(router: _Router, spent: _Spent, matched_ns: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Yield after each decision, whose times are then in `spent`."""
+    rng = random.Random(1)
     for number in range(_DECISIONS):
         router.pass_time()
         prompt, tie, matched = router.next_prompt(), rng.random(), matched_ns()
@@ -279,7 +291,7 @@ def _run(router: _Router, matched_ns: Callable[[], int] = lambda: 0) -> _Spent:
         spent.place.append(placed - hashed - _CLOCK_NS)
         spent.match.append(matched_ns() - matched)
         spent.books.append(router.settle(str(number), asked, decision, prompt))
-    return spent
+        yield
 
 
 def _refuse(router: _Router) -> list[int]:

@@ -135,9 +135,12 @@ class Held:
         return [self._keys[column] for column in columns_of(self._mask(depth))]
 
     def depths(self) -> dict[RankKey, int]:
+        return self._depths(self._runs)
+
+    def _depths(self, runs: list[Run]) -> dict[RankKey, int]:
         depths: dict[RankKey, int] = {}
         deeper = 0
-        for depth, mask in reversed(self._runs):
+        for depth, mask in reversed(runs):
             ends = mask ^ deeper
             if ends & (ends - 1):
                 depths.update(dict.fromkeys([self._keys[column] for column in columns_of(ends)], depth))
@@ -167,7 +170,7 @@ _FEW_HOLDERS = 8
 class HeldBelow(Held):
     """This says the same of what lies below the pools, and which of it lies in files."""
 
-    __slots__ = ("_file_columns", "_file_keys", "_layers", "_length", "checkpoints", "few")
+    __slots__ = ("_file_columns", "_file_keys", "_layers", "_length", "checkpoints", "few", "rest")
 
     def __init__(
         self,
@@ -184,8 +187,9 @@ class HeldBelow(Held):
         self._runs, self._columns, self._keys = runs, columns, keys
         self._layers, self._file_columns, self.checkpoints = layers, file_columns, checkpoints
         self._file_keys, self._length = file_keys, length
-        # Most prompts are kept by few ranks: then this has all of them.
-        self.few = self.depths() if runs and runs[0][1].bit_count() <= _FEW_HOLDERS else None
+        # What lies behind a system prompt is kept by few ranks. All others hold at most so many blocks.
+        self.rest = max((depth for depth, mask in runs if mask.bit_count() > _FEW_HOLDERS), default=0)
+        self.few = self._depths([run for run in runs if run[0] > self.rest])
 
     def in_files(self, key: RankKey, first: int, end: int) -> int:
         """Return how many of the blocks from `first` to `end`, all of which the rank holds, lie in files."""

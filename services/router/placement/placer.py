@@ -328,11 +328,15 @@ class Placer:
             yield from self._resuming(side, order, snapshot, few[0])
         if (shared := snapshot.shared(self._hits.sharing)) is not None:
             yield from shared.readers(order, lambda key: snapshot.may_serve(key, side.ranks[key]))
-        below = snapshot.below()
-        for held in (snapshot.held(),) if below is None else (snapshot.held(), below):
-            yield from self._holding(side, order, snapshot, held, frozenset())
+        held, below = snapshot.held(), snapshot.below()
+        searched = [(held, 0)]
+        if below is not None:
+            # Who keeps no more below than the pool of the least loaded rank holds cannot win by that.
+            searched.append((below, held.depth(few[0]) if few and few[0] not in self._apart else 0))
+        for each, least in searched:
+            yield from self._holding(side, order, snapshot, each, least, frozenset())
             if self._apart:  # One of these may hide a rank that holds as much and can be sent KV.
-                yield from self._holding(side, order, snapshot, held, self._apart)
+                yield from self._holding(side, order, snapshot, each, least, self._apart)
 
     def _holding(
         self,
@@ -340,10 +344,12 @@ class Placer:
         order: LoadOrder,
         snapshot: RankSnapshot,
         held: Held,
+        least: int,
         without: Collection[RankKey],
     ) -> Iterator[RankKey]:
-        """Yield the ranks, without some, that hold more of the prompt than all before them."""
-        longest, ranks = 0, iter(order)
+        """Yield the ranks, without some, that hold more of the prompt than all before them, and more than
+        `least` blocks."""
+        longest, ranks = least, iter(order)
         while num_deeper := held.num_beyond(longest):
             if num_deeper <= min(_SOME, len(order) // 2):
                 ranks = order.ascending(held.beyond(longest))

@@ -397,7 +397,7 @@ class Hits:
             else:
                 hits.append(Hit(matched, worth))
         if (below := snapshot.below()) is not None:
-            few, depth = below.few, below.depth
+            few, rest, depth = below.few, below.rest * block, below.depth
             furthest = {key: asked.most_reused // block for key, _, _ in found if key in telling}
             deepest_below = below.checkpoints.deepest(asked.hashes, furthest) if furthest else {}
             shared = snapshot.shared(self.sharing)
@@ -406,7 +406,8 @@ class Hits:
                 if key in telling:
                     kept, has = deepest_below.get(key, 0) * block, hit.resume or 0
                 else:
-                    kept, has = (few.get(key, 0) if few is not None else depth(key)) * block, hit.worth
+                    has = hit.worth
+                    kept = few[key] * block if key in few else depth(key) * block if rest > has else 0
                 brought = None
                 if shared is not None and key in self.sharing:
                     brought = self._brought_shared(rank, hit, kept, has, snapshot, below, shared)
