@@ -361,7 +361,8 @@ def open_to_read(path: Path, calls: FileCalls) -> Slab | None:
 def remove(path: Path) -> bool:
     """Remove a rank's file, and its directory if that is empty then.
 
-    Returns False where a rank uses it, or it is not a slab. Raises OSError.
+    Returns False where a rank uses it, or it is not a slab. Raises OSError, also where only the directory
+    cannot be removed.
     """
     fd = os.open(path, _LOOK)
     try:
@@ -369,8 +370,13 @@ def remove(path: Path) -> bool:
         if not is_slab or not _takes_lock(fd, fcntl.LOCK_EX):
             return False
         path.unlink()  # A rank that opens it now waits for the lock, then finds it removed.
-        with suppress(OSError):  # It has something else in it, such as the file of a rank that came since.
+        try:
             path.parent.rmdir()
+        except OSError as error:
+            # It has something else in it, such as the file of a rank that came since, or another command
+            # has removed it.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
         return True
     finally:
         os.close(fd)

@@ -266,6 +266,24 @@ def test_a_rank_that_comes_while_its_file_is_removed_gets_another(tmp_path, monk
     slab.close()
 
 
+def test_a_directory_stays_that_has_more_in_it_and_one_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+    (path,) = slabs.slab_files(tmp_path)
+    (path.parent / "notes").touch()
+    assert slabs.remove(path)
+    assert [*path.parent.iterdir()] == [path.parent / "notes"]
+    (path.parent / "notes").unlink()
+    slabs.open_file(tmp_path, "d.0", SHAPE).close()
+
+    def failing(directory):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "rmdir", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        slabs.remove(path)
+    assert not path.exists()
+
+
 def test_a_file_that_was_not_allocated_to_its_end_is_before_it_is_used(tmp_path):
     slabs.open_file(tmp_path, "d.0", SHAPE).close()
     (path,) = slabs.slab_files(tmp_path)
