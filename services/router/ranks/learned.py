@@ -256,7 +256,7 @@ _WHOLE = 0.95  # From this trust on a hit counts in full, as blocks and pages en
 
 
 _PRIOR_PACE_S = 4.0  # So long counts as taken as expected, before any observation.
-_MOST_OF_PAST = 0.25  # One request counts for no more than this part of all before it, or the prior.
+_MOST_OF_PAST = 0.25  # A slow request counts for no more than this part of all before it, or the prior.
 _LEAST_PACED_S = 0.25  # What takes less measures the calls around it.
 _PACE_NOISE = 1.3  # A pace that differs by less is that of the report.
 
@@ -272,13 +272,18 @@ class Pace:
         self._records: dict[RankKey, _Record] = {}
 
     def observe(self, rank: RankKey, expected_s: float, took_s: float, now: float) -> None:
-        """Compare a request's time with that of all tokens until its end, at the reported speed."""
+        """Compare a request's time with that of all tokens until its end, at the reported speed.
+
+        One that took longer may have stalled. No stall makes one faster, so that counts in full.
+        """
         if took_s <= 0 or max(took_s, expected_s) < _LEAST_PACED_S:  # A report may be wrong.
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_PACE_S, _PRIOR_PACE_S, now))
         record.fade(_PRIOR_PACE_S, now)
         pace = min(max(expected_s / took_s, 1 / _MAX_RATIO), _MAX_RATIO)
-        counted_s = min(took_s, max(_PRIOR_PACE_S, _MOST_OF_PAST * record.predicted))
+        counted_s = took_s
+        if pace < 1:
+            counted_s = min(took_s, max(_PRIOR_PACE_S, _MOST_OF_PAST * record.predicted))
         record.predicted += counted_s
         record.delivered += counted_s * pace
 

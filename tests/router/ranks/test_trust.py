@@ -77,6 +77,8 @@ def test_one_request_that_stalled_says_little_of_a_ranks_pace(subtests):
         assert pace_after((1.0, 60.0)) > 0.6 and pace_after((1.0, 60.0), *usual) == 1.0
     with subtests.test("but several do"):
         assert pace_after(*usual, *[(1.0, 60.0)] * 4) < 0.7
+    with subtests.test("while one that took less than was reported counts in full"):
+        assert pace_after((40.0, 20.0)) > 1.7
     for seconds in (1.0, 30.0):
         with subtests.test("and so does a rank that is slower than it reports", seconds=seconds):
             assert pace_after(*[(seconds / 2, seconds)] * 8) < 0.7
