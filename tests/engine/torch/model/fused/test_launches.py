@@ -143,8 +143,8 @@ def test_a_layer_of_a_llama_is_few_launches(launched, tmp_path, subtests):
             assert sum(counts.values()) == (11 if is_captured else 13)
 
 
-# These are the layers of tiny checkpoints, and the most launches of a step: as defined, and when it is fused and
-# captured. 13 to 16 of them belong to no layer. A layer of a Llama has 11; beside these,
+# These are the layers of tiny checkpoints, and the most launches of a step: as defined, and when it is fused
+# and captured. 13 to 16 of them belong to no layer. A layer of a Llama has 11; beside these,
 #   Qwen3, Gemma     norm heads of q and k, Gemma also what is added; Gemma 4 has an input for each layer
 #   experts          take 20 to 28 a layer: they are chosen, rows sorted, gathered and added up (transformers'
 #                    grouped products), each by an operation of torch; gpt-oss' own activation is among them
