@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def model_command(model: Path, device: str) -> tuple[str, ...]:
 def parts(
     device: str, model: Path, figures: Path, cells: Sequence[str] = (), ways: Sequence[str] = ()
 ) -> list[Part]:
-    """All parts in their order: what must be right first, then what it costs.
+    """All parts in their order: what must be right first, then what it costs, and of that what matters most.
 
     `device` cpu is a rehearsal: the same parts, so small that they say nothing of speed. `cells` are those
     that steps and pieces measure, `ways` those of steps; none are all.
@@ -43,7 +43,7 @@ def parts(
     rehearsal = device == "cpu"
     chosen = ("--cells", *cells) if cells else ()
     of_steps = (*chosen, *(("--ways", *ways) if ways else ()))
-    return [
+    chosen_parts = [
         _tests("kernels", 200),
         _tests("prompts", 120),
         _tests("graphs", 150),
@@ -56,14 +56,16 @@ def parts(
         _tests("half", 90),
         _tests("families", 150),
         _tests("pair", 90),
-        _bench("transfer", device, figures, 90, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
-        _bench("gpu.steps", device, figures, 150, *(_STEPS_QUICK if rehearsal else ()), *of_steps),
-        _bench("gpu.pieces", device, figures, 90, *chosen),
-        _bench("decode_cache", device, figures, 200, *_decode_cache(rehearsal), model=model),
+        _bench("gpu.steps", device, figures, 130, *(_STEPS_QUICK if rehearsal else ()), *of_steps),
+        _bench("decode_cache", device, figures, 80, *_decode_cache(rehearsal), model=model),
+        _bench("gpu.pieces", device, figures, 60, *chosen),
         _eager_cache(device, figures, model, rehearsal),
+        _bench("transfer", device, figures, 60, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
     ]
+    return [replace(part, limit_s=_REHEARSAL_S) for part in chosen_parts] if rehearsal else chosen_parts
 
 
+_REHEARSAL_S = 1200.0  # of each part, as an interpreter runs the kernels there
 _TRANSFER_QUICK = ("--total-mib=64", "--pool-mib=192", "--rounds=1")
 _STEPS_QUICK = (
     *("--batches", "1", "2", "--context=64", "--prompts", "64", "--rounds=3"),
@@ -80,7 +82,7 @@ def _decode_cache(rehearsal: bool) -> tuple[str, ...]:
 def _eager_cache(device: str, figures: Path, model: Path, rehearsal: bool) -> Part:
     """Return the part that runs the side with the cache, and no graphs: what graphs gain is told by both."""
     own = ("--sides", "on", "--graph-mib=0", *_decode_cache(rehearsal))
-    return _bench("decode_cache", device, figures, 120, *own, model=model, of="decode_cache.eager")
+    return _bench("decode_cache", device, figures, 60, *own, model=model, of="decode_cache.eager")
 
 
 def _tests(name: str, limit_s: float) -> Part:

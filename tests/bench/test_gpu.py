@@ -168,6 +168,25 @@ def test_parts(subtests, capsys):
     with subtests.test("what the time is up for is not reached"):
         [ended] = gpu.run_parts([part("late", "pass")], {}, process("pass"), limit_s=0)
         assert ended.outcome == gpu.NOT_REACHED
+    with subtests.test("tests leave benchmarks their time, and have all of it alone"):
+        test, bench = (
+            part("tests", "import time; time.sleep(600)"),
+            Part("bench", ("true",), 60.0, figures="x"),
+        )
+        for chosen, least_s, most_s in [([test, bench], 1.5, 4.0), ([test], 4.5, 60.0)]:
+            ended = gpu.run_parts(chosen, {}, process("pass"), limit_s=5.0)
+            assert ended[0].outcome == gpu.TOO_LONG and least_s <= ended[0].took_s < most_s
+            assert [one.outcome for one in ended[1:]] == [gpu.PASSED] * (len(chosen) - 1)
+    with subtests.test("the benchmarks that matter most fit into what tests leave of eight minutes"):
+        benches = [own for own in parts("cuda", Path(), Path()) if not own.is_test]
+        assert gpu.LIMIT_S["cuda"] < 8 * 60
+        left_s = (1 - gpu.TESTS_SHARE) * gpu.LIMIT_S["cuda"]
+        assert [own.name for own in benches][:3] == [
+            "bench.gpu.steps",
+            "bench.decode_cache",
+            "bench.gpu.pieces",
+        ]
+        assert sum(own.limit_s for own in benches[:3]) <= left_s
     for device in ["cpu", "cuda"]:
         with subtests.test("every part has its file", device=device):
             for own in parts(device, Path("model"), Path("figures")):
