@@ -82,7 +82,7 @@ class Asking:
     ("engine", "plan"),
     [
         ("fake", Plan.LOCAL),
-        ("fake", Plan.REMOTE),
+        pytest.param("fake", Plan.REMOTE, marks=pytest.mark.exact),
         pytest.param("torch", Plan.LOCAL, marks=pytest.mark.exact),
         ("torch", Plan.REMOTE),
     ],

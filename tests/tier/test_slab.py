@@ -29,107 +29,132 @@ def payload(number):
     return memoryview(bytes([number]) * SHAPE.slot_bytes)
 
 
-@pytest.fixture(params=["file", "memory"])
-def opening(request, tmp_path):
-    """Open the slab of one rank again and again, as its lives do."""
-    if request.param == "file":
-        yield lambda shape=SHAPE, **calls: slabs.open_file(tmp_path, "d.0", shape, FileCalls(**calls))
-        return
-    fd = os.memfd_create("held")  # a supervisor's
-    yield lambda shape=SHAPE, **calls: slabs.open_memory(fd, shape, FileCalls(**calls))
-    os.close(fd)
+@pytest.fixture
+def check_both(tmp_path, subtests):
+    """Check a slab of either kind, which one rank opens again and again, as its lives do."""
+
+    def check_both(check):
+        with subtests.test("file"):
+            check(lambda shape=SHAPE, **calls: slabs.open_file(tmp_path, "d.0", shape, FileCalls(**calls)))
+        fd = os.memfd_create("held")  # a supervisor's
+        with subtests.test("memory"):
+            check(lambda shape=SHAPE, **calls: slabs.open_memory(fd, shape, FileCalls(**calls)))
+        os.close(fd)
+
+    return check_both
 
 
-def test_the_next_life_finds_what_was_written(opening):
-    slab = opening()
-    digests = [slab.write(number, payload(number), record(number)) for number in (1, 2)]
-    with pytest.raises(SlabInUse):
-        opening()
-    slab.close()
-
-    again = opening()
-    assert again.was_kept
-    assert [(r.slot, r.key[0], r.digest) for r in again.records()] == [(1, 1, digests[0]), (2, 2, digests[1])]
-    buffer = memoryview(bytearray(SHAPE.slot_bytes))
-    again.read(2, buffer)
-    assert buffer == payload(2) and is_whole(buffer, digests[1])
-    again.close()
-
-
-def test_what_another_layout_or_size_has_left_is_forgotten(opening):
-    slab = opening()
-    slab.write(1, payload(1), record(1))
-    slab.close()
-    for shape in (SlabShape(b"layout-2", 256, SHAPE.num_slots), SlabShape.fitting(b"layout-2", 256, 9_216)):
-        slab = opening(shape)
-        assert (slab.was_kept, slab.records()) == (False, [])
+def test_the_next_life_finds_what_was_written(check_both):
+    def check(opening):
+        slab = opening()
+        digests = [slab.write(number, payload(number), record(number)) for number in (1, 2)]
+        with pytest.raises(SlabInUse):
+            opening()
         slab.close()
 
+        again = opening()
+        assert again.was_kept
+        assert [(r.slot, r.key[0], r.digest) for r in again.records()] == [
+            (1, 1, digests[0]),
+            (2, 2, digests[1]),
+        ]
+        buffer = memoryview(bytearray(SHAPE.slot_bytes))
+        again.read(2, buffer)
+        assert buffer == payload(2) and is_whole(buffer, digests[1])
+        again.close()
 
-def test_a_slot_that_a_killed_process_was_writing_is_an_empty_one(opening):
-    def torn(fd, buffers, at):
-        if at >= SHAPE.slots_at + SHAPE.slot_bytes and len(buffers[0]) == SHAPE.slot_bytes:
-            os.pwritev(fd, [buffers[0][:100]], at)
-            raise OSError(errno.EIO, "the process is killed here")
-        return os.pwritev(fd, buffers, at)
-
-    slab = opening()
-    slab.write(1, payload(1), record(1))
-    slab.close()
-    slab = opening(pwrite=torn)
-    with pytest.raises(OSError, match="killed"):
-        slab.write(1, payload(2), record(2))
-    slab.close()
-    slab = opening()
-    assert slab.records() == [] and slab.record(1) is None
-    slab.close()
+    check_both(check)
 
 
-def test_a_torn_record_holds_nothing_and_neither_do_its_children(opening):
-    def torn(fd, buffers, at):
-        is_record = len(buffers[0]) == 64 and bytes(buffers[0][:1]) == b"\2"
-        return os.pwritev(fd, [buffers[0][:40]], at) + 24 if is_record else os.pwritev(fd, buffers, at)
+def test_what_another_layout_or_size_has_left_is_forgotten(check_both):
+    def check(opening):
+        slab = opening()
+        slab.write(1, payload(1), record(1))
+        slab.close()
+        for shape in (
+            SlabShape(b"layout-2", 256, SHAPE.num_slots),
+            SlabShape.fitting(b"layout-2", 256, 9_216),
+        ):
+            slab = opening(shape)
+            assert (slab.was_kept, slab.records()) == (False, [])
+            slab.close()
 
-    slab = opening(pwrite=torn)
-    for number, parent in ((1, ROOT), (2, bytes([1]) * 16), (3, bytes([2]) * 16)):
-        slab.write(number, payload(number), record(number, parent))
-    slab.close()
-    slab = opening()
-    books = TierBooks([SHAPE.num_slots])
-    books.load([slab.records()])
-    books.check()
-    assert [r.key[0] for r in slab.records()] == [1, 3] and len(books) == 1
-    slab.close()
+    check_both(check)
 
 
-def test_reads_and_writes_that_are_short_or_fail_are_errors(opening):
-    slab = opening()
-    slab.write(1, payload(1), record(1))
-    slab.close()
+def test_a_slot_that_a_killed_process_was_writing_is_an_empty_one(check_both):
+    def check(opening):
+        def torn(fd, buffers, at):
+            if at >= SHAPE.slots_at + SHAPE.slot_bytes and len(buffers[0]) == SHAPE.slot_bytes:
+                os.pwritev(fd, [buffers[0][:100]], at)
+                raise OSError(errno.EIO, "the process is killed here")
+            return os.pwritev(fd, buffers, at)
 
-    def failing(fd, buffers, at):
-        raise OSError(errno.EIO, "I/O error")
+        slab = opening()
+        slab.write(1, payload(1), record(1))
+        slab.close()
+        slab = opening(pwrite=torn)
+        with pytest.raises(OSError, match="killed"):
+            slab.write(1, payload(2), record(2))
+        slab.close()
+        slab = opening()
+        assert slab.records() == [] and slab.record(1) is None
+        slab.close()
 
-    buffer = memoryview(bytearray(SHAPE.slot_bytes))
-    piecemeal = opening(
-        pread=lambda fd, buffers, at: os.preadv(fd, [buffers[0][:50]], at),
-        pwrite=lambda fd, buffers, at: os.pwritev(fd, [buffers[0][:50]], at),
-    )
-    piecemeal.write(3, payload(3), record(3))
-    piecemeal.read(1, buffer)
-    assert buffer == payload(1)
-    piecemeal.read(3, buffer)
-    assert buffer == payload(3)
-    piecemeal.close()
-    slab = opening()
-    os.truncate(f"/proc/self/fd/{slab._fd}", SHAPE.slots_at + SHAPE.slot_bytes + 10)
-    with pytest.raises(OSError, match="ends at byte"):
-        slab.read(1, buffer)
-    slab.close()
-    with pytest.raises(SlabFails, match="I/O error"):
-        opening(pread=failing)
-    again = opening()  # the lock went with it
-    again.close()
+    check_both(check)
+
+
+def test_a_torn_record_holds_nothing_and_neither_do_its_children(check_both):
+    def check(opening):
+        def torn(fd, buffers, at):
+            is_record = len(buffers[0]) == 64 and bytes(buffers[0][:1]) == b"\2"
+            return os.pwritev(fd, [buffers[0][:40]], at) + 24 if is_record else os.pwritev(fd, buffers, at)
+
+        slab = opening(pwrite=torn)
+        for number, parent in ((1, ROOT), (2, bytes([1]) * 16), (3, bytes([2]) * 16)):
+            slab.write(number, payload(number), record(number, parent))
+        slab.close()
+        slab = opening()
+        books = TierBooks([SHAPE.num_slots])
+        books.load([slab.records()])
+        books.check()
+        assert [r.key[0] for r in slab.records()] == [1, 3] and len(books) == 1
+        slab.close()
+
+    check_both(check)
+
+
+def test_reads_and_writes_that_are_short_or_fail_are_errors(check_both):
+    def check(opening):
+        slab = opening()
+        slab.write(1, payload(1), record(1))
+        slab.close()
+
+        def failing(fd, buffers, at):
+            raise OSError(errno.EIO, "I/O error")
+
+        buffer = memoryview(bytearray(SHAPE.slot_bytes))
+        piecemeal = opening(
+            pread=lambda fd, buffers, at: os.preadv(fd, [buffers[0][:50]], at),
+            pwrite=lambda fd, buffers, at: os.pwritev(fd, [buffers[0][:50]], at),
+        )
+        piecemeal.write(3, payload(3), record(3))
+        piecemeal.read(1, buffer)
+        assert buffer == payload(1)
+        piecemeal.read(3, buffer)
+        assert buffer == payload(3)
+        piecemeal.close()
+        slab = opening()
+        os.truncate(f"/proc/self/fd/{slab._fd}", SHAPE.slots_at + SHAPE.slot_bytes + 10)
+        with pytest.raises(OSError, match="ends at byte"):
+            slab.read(1, buffer)
+        slab.close()
+        with pytest.raises(SlabFails, match="I/O error"):
+            opening(pread=failing)
+        again = opening()  # the lock went with it
+        again.close()
+
+    check_both(check)
 
 
 def test_a_disk_that_fails_or_is_full_is_told_from_a_wrong_flag_and_left_as_it_was(tmp_path, subtests):

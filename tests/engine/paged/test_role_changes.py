@@ -93,10 +93,15 @@ async def test_of_a_recurrent_model_it_does_too():
     await goes_on_in_both_roles(torch_settings("qwen3_5"))
 
 
-@pytest.mark.parametrize("moment", ["writes left", "before", "after"])
-async def test_one_that_has_crashed_has_no_successor(moment, monkeypatch):
+async def test_one_that_has_crashed_has_no_successor(subtests, monkeypatch):
     """Before the successor starts, or just then, when the crash is still told to the first. Writes that have
     not ended count as one: who sees another life takes them for ended."""
+    for moment in ("writes left", "before", "after"):
+        with subtests.test(moment), monkeypatch.context() as patch:
+            await check_crashed(moment, patch)
+
+
+async def check_crashed(moment, monkeypatch):
     async with Pair(FAKE) as pair:
         engine = pair.decode
         (successor,) = prefill_engines(FAKE, [RankId("decode", 0, 5)])

@@ -15,7 +15,7 @@ MAX_TOKENS = 7
 # Others beside it: (prompt tokens that they share with it, own ones, tokens a chunk, drafts a step)
 OTHERS = ((0, 5, 5, 0), (64, 30, 33, 2), (128, 40, 160, 0), (0, 17, 3, 5), (96, 60, 160, 1))
 ATTENTION = [("llama", "float32"), ("gemma3", "float32")]
-RECURRENT = [("falcon_h1", "float32"), ("qwen3_5", "float32")]
+RECURRENT = [("falcon_h1", "float32")]
 MORE_ATTENTION = [
     ("llama", "bfloat16"),
     ("gemma3", "bfloat16"),
@@ -24,6 +24,7 @@ MORE_ATTENTION = [
 ]
 MORE_RECURRENT = [
     ("falcon_h1", "bfloat16"),
+    ("qwen3_5", "float32"),
     ("qwen3_5", "bfloat16"),
     ("bamba", "float32"),
     ("bamba", "bfloat16"),

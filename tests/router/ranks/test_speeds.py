@@ -102,14 +102,16 @@ def test_a_new_rank_is_taken_to_be_as_fast_as_the_others_report(balance):
     assert balance.now(D1).tokens_per_s == pytest.approx(4_000)
 
 
-@pytest.mark.parametrize("wrong", [-1e6, 1e300, 1.7e308])
-def test_a_wrong_report_is_forgotten_with_its_rank(balance, wrong):
-    balance.report(D0, RankLoad(prefill_tokens_per_s=wrong))
-    balance.report(P0, RankLoad(prefill_tokens_per_s=wrong))
-    balance.report(P0, RankLoad(prefill_tokens_per_s=50_000.0))
-    assert 0 < balance.now(D1).tokens_per_s < float("inf")
-    balance.forget(D0)
-    assert balance.now(D1).tokens_per_s == 50_000
+def test_a_wrong_report_is_forgotten_with_its_rank(subtests):
+    for wrong in (-1e6, 1e300, 1.7e308):
+        with subtests.test(wrong=wrong):
+            _, balance = known()
+            balance.report(D0, RankLoad(prefill_tokens_per_s=wrong))
+            balance.report(P0, RankLoad(prefill_tokens_per_s=wrong))
+            balance.report(P0, RankLoad(prefill_tokens_per_s=50_000.0))
+            assert 0 < balance.now(D1).tokens_per_s < float("inf")
+            balance.forget(D0)
+            assert balance.now(D1).tokens_per_s == 50_000
 
 
 def test_what_is_old_fades(subtests):

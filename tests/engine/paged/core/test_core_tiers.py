@@ -6,8 +6,6 @@ import random
 import shutil
 from dataclasses import replace
 
-import pytest
-
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
@@ -579,8 +577,13 @@ def test_who_shares_a_prefix_waits_for_its_read_and_goes_on_from_there():
         assert rank.tokens[seq] == continuation(seq.request.prompt_ids, 5)
 
 
-@pytest.mark.parametrize("ends", ["late", "cancelled", "failed", "refused"])
-def test_a_read_that_comes_to_nothing_costs_time_alone(ends):
+def test_a_read_that_comes_to_nothing_costs_time_alone(subtests):
+    for ends in ("late", "cancelled", "failed", "refused"):
+        with subtests.test(ends):
+            check_read(ends)
+
+
+def check_read(ends):
     rank = TieredRank()
     prompt = prompt_of(1, 40)
     rank.generate(prompt)
