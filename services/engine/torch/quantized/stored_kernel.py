@@ -9,8 +9,8 @@ programs, _join adds their sums in order. `dequantize` is for prompts: each numb
 its scale.
 
 A tile's steps are divided so that a few tiles keep all processors busy. The division depends only on the
-weight's shape, and not on the number of rows. Shapes do not specialize kernels: _multiply is compiled once
-each for 16, 32 and 64 rows, the others once. Sums are in float32.
+weight's shape, and not on the number of rows. Shapes do not specialize kernels: _multiply is compiled for 16,
+32 and 64 rows, each with the types of both sums, and the others once. Sums are in float32.
 """
 
 from functools import cache

@@ -1,6 +1,10 @@
 """The kernels for weights of 4 bits, in Triton's interpreter and compiled (make test-triton)."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,3 +62,25 @@ def test_columns_of_several_layers_lie_one_after_another(kernels):
     torch.testing.assert_close(product[:, :40], rows @ parts[0].floats().t(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(product[:, 48:], rows @ parts[1].floats().t(), rtol=1e-4, atol=1e-4)
     assert not product[:, 40:48].any()
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_all_for_stored_weights_compile_for_gpus_once_for_each_size(capability, tmp_path):
+    """A process of its own compiles, for what is interpreted cannot be compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    program = Path(__file__).parent / "compile_stored_kernels.py"
+    done = subprocess.run(
+        [sys.executable, program, str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    rounding = int(capability >= 89)
+    counts = {"_round_row": rounding, "_round_groups": rounding, "_join": 1, "_dequantize": 1}
+    # For 16, 32 and 64 rows each, and for sums that are joined and those that are not.
+    assert {name: count for name, (count, _) in kernels.items()} == counts | {"_multiply": 6}
+    assert max(shared for _, shared in kernels.values()) <= 99 << 10
