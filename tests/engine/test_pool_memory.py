@@ -9,6 +9,7 @@ import pytest
 from services.engine.engine_config import DEFAULT_KV_PAGES, EngineConfig
 from services.engine.pool_memory import pool_pages, ranks_memory, read_config
 from services.values.errors import ConfigError, Unavailable
+from services.values.rank import Role
 
 GIB = 1 << 30
 SMALL = {  # SmolLM2-135M
@@ -24,6 +25,17 @@ SMALL = {  # SmolLM2-135M
 }
 SETTINGS = EngineConfig(model="m", dp_size=2)
 RANKS = ranks_memory(SETTINGS, SMALL)
+
+
+def test_chunks_are_long_where_a_gpu_would_be_idle_with_short_ones():
+    chunks = {
+        (engine, device): EngineConfig(engine=engine, device=device, model="m").chunk_tokens
+        for engine in ("torch", "fake")
+        for device in ("cpu", "cuda", "cuda:1")
+    }
+    of_gpus = {("torch", "cuda"): 2048, ("torch", "cuda:1"): 2048}
+    assert chunks == dict.fromkeys(chunks, 512) | of_gpus
+    assert EngineConfig(model="m", device="cuda", chunk_size=300).limits(Role.PREFILL).chunk_size == 300
 
 
 def test_what_ranks_take(subtests, tmp_path_factory):
