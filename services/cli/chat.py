@@ -26,6 +26,7 @@ from services.cli.conversation import ChatTurn, Conversation, StreamedAnswer, pl
 from services.cli.look.explain import format_explanation
 from services.cli.router_client import (
     MAX_TOKENS_BOUNDS,
+    MODEL_NAME_HELP,
     SEED_BOUNDS,
     ClientConfig,
     key_metadata,
@@ -230,7 +231,7 @@ class ChatConfig(ClientConfig):
     line is a turn, and the answers are printed as plain text.
     """
 
-    model: str = setting("", "the name it is served under; default: the only model", bare="MODEL")
+    model: str = setting("", MODEL_NAME_HELP, bare="MODEL")
     system: str = setting("", "the system message")
     temperature: float | None = setting(
         None, "0 is greedy; default: the model's own", bounds=Bounds(at_least=0)

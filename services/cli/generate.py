@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.cli.router_client import (
     MAX_TOKENS_BOUNDS,
+    MODEL_NAME_HELP,
     SEED_BOUNDS,
     ClientConfig,
     given_prompt,
@@ -23,6 +24,7 @@ class GenerateConfig(ClientConfig):
     """Send a prompt (TEXT, or standard input) to a router and stream the answer."""
 
     prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
+    model: str = setting("", MODEL_NAME_HELP)
     conversation: str = setting("", "conversation id: its turns stay on one decode rank")
     chat: bool = setting(False, "send the prompt as a user's message through the chat template")
     max_tokens: int = setting(128, "tokens to generate at most", bounds=MAX_TOKENS_BOUNDS)
@@ -59,7 +61,9 @@ def _request(config: GenerateConfig, prompt: str) -> generation_pb2.GenerateRequ
     sampling = common_pb2.SamplingParams(
         temperature=config.temperature, max_tokens=config.max_tokens, seed=config.seed
     )
-    request = generation_pb2.GenerateRequest(sampling=sampling, conversation_id=config.conversation)
+    request = generation_pb2.GenerateRequest(
+        model=config.model, sampling=sampling, conversation_id=config.conversation
+    )
     if config.chat:
         request.chat.messages.add(role="user", content=prompt)
         request.chat.raw_answer = True  # The raw answer includes thinking.

@@ -19,6 +19,7 @@ from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 MAX_TOKENS_BOUNDS = Bounds(at_least=1, at_most=2**31 - 1)
 SEED_BOUNDS = Bounds(at_least=0, at_most=2**64 - 1)
+MODEL_NAME_HELP = "a model, one's adapter (MODEL:NAME) or an alias; default: the router's --model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,7 @@ def test_usage_and_requests(subtests, capsys):
         chat = _request(GenerateConfig(prompt="x", chat=True), "x").chat
         assert (chat.messages[0].content, chat.raw_answer) == ("x", True)
         assert _request(GenerateConfig(prompt="x"), "x").text == "x"
+        assert _request(GenerateConfig(prompt="x", model="m:a"), "x").model == "m:a"
     with subtests.test("what is not said is left to the model"):
         assert not _request(GenerateConfig(prompt="Hello"), "Hello").sampling.HasField("temperature")
         assert _request(GenerateConfig(prompt="Hello", temperature=0), "Hello").sampling.HasField(

@@ -23,7 +23,7 @@ from services.cli.bench import workload
 from services.cli.bench.meter import Meter, figures_of, lines_of
 from services.cli.bench.sides import GrpcSide, HttpSide, LoadTarget, Url, vocab_size_of
 from services.cli.bench.workload import Chance, LoadSession, closed_loop, count_lines, open_loop, read_trace
-from services.cli.router_client import ClientConfig, key_metadata
+from services.cli.router_client import MODEL_NAME_HELP, ClientConfig, key_metadata
 from services.settings.flags import Bounds, check_bounds, load, setting
 from services.values.errors import ConfigError, root_cause
 
@@ -67,6 +67,7 @@ class BenchConfig(ClientConfig):
     reuse: bool = setting(
         False, "let prompts find KV of earlier runs; otherwise each run has a tenant of its own"
     )
+    model: str = setting("", MODEL_NAME_HELP)
     http: str = setting("", "URL of an OpenAI API to use instead of gRPC")
     vocab_size: int | None = setting(None, "tokens to draw from; default: found by trying ids", bounds=_SOME)
     timeout_s: float = setting(600.0, "seconds after which a request is given up", bounds=_ABOVE_0)
@@ -199,12 +200,13 @@ def open_side(config: BenchConfig) -> LoadTarget:
     metadata = key_metadata(config.api_key_file)
     tenant = "" if config.reuse else f"bench-{secrets.token_hex(4)}"
     if not config.http:
-        return GrpcSide(config.open_channel(), metadata, tenant, config.timeout_s)
+        return GrpcSide(config.open_channel(), metadata, config.model, tenant, config.timeout_s)
+    url = Url.parse(config.http)
     try:
         context = ssl.create_default_context(cafile=config.tls_ca)
     except OSError as error:
         raise ConfigError(f"--tls-ca: {error}") from error
-    return HttpSide(Url.parse(config.http), dict(metadata), tenant, config.timeout_s, context)
+    return HttpSide(url, dict(metadata), config.model, tenant, config.timeout_s, context)
 
 
 def _settings(config: BenchConfig, side: LoadTarget) -> Mapping[str, object]:

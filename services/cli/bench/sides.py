@@ -23,6 +23,7 @@ from services.values.errors import (
     InvalidRequest,
     IsthmusError,
     NoCapacity,
+    NotFound,
     PeerFailed,
     Unauthenticated,
     Unavailable,
@@ -97,11 +98,13 @@ class GrpcSide:
         self,
         channel: grpc.aio.Channel,
         metadata: tuple[tuple[str, str], ...],
+        model: str,
         tenant: str,
         timeout_s: float,
     ) -> None:
         self._channel = channel
         self._metadata = metadata
+        self._model = model
         self._tenant = tenant
         self._timeout_s = timeout_s
 
@@ -109,6 +112,7 @@ class GrpcSide:
         sampling = common_pb2.SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
         message = generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=request.token_ids),
+            model=self._model,
             sampling=sampling,
             conversation_id=request.conversation,
             tenant=self._tenant,
@@ -122,7 +126,7 @@ class GrpcSide:
 
     async def is_token(self, token_id: int) -> bool:
         stub = generation_pb2_grpc.GenerationStub(self._channel)
-        request = generation_pb2.DetokenizeRequest(token_ids=[token_id])
+        request = generation_pb2.DetokenizeRequest(model=self._model, token_ids=[token_id])
         try:
             with grpc_errors.renaming():
                 await stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)
@@ -139,6 +143,7 @@ _DATA = b"data: "
 _ERRORS: Mapping[int, type[IsthmusError]] = {
     400: InvalidRequest,
     401: Unauthenticated,
+    404: NotFound,
     429: NoCapacity,
     503: Unavailable,
     504: DeadlineExceeded,
@@ -170,15 +175,23 @@ class HttpSide:
     name = "HTTP"
 
     def __init__(
-        self, url: Url, headers: Mapping[str, str], tenant: str, timeout_s: float, context: ssl.SSLContext
+        self,
+        url: Url,
+        headers: Mapping[str, str],
+        model: str,
+        tenant: str,
+        timeout_s: float,
+        context: ssl.SSLContext,
     ) -> None:
         self._url = url
+        self._model = {"model": model} if model else {}
         self._headers = {**headers, **({"x-isthmus-tenant": tenant} if tenant else {})}
         self._timeout_s = timeout_s
         self._context = context
 
     async def ask(self, request: LoadRequest) -> AsyncIterator[Arrival]:
         body = {
+            **self._model,
             "prompt": [*request.token_ids],
             "max_tokens": request.max_tokens,
             "temperature": 0,
@@ -201,7 +214,7 @@ class HttpSide:
     async def is_token(self, token_id: int) -> bool:
         try:
             async with asyncio.timeout(self._timeout_s):
-                async with self._posted("/detokenize", {"tokens": [token_id]}, {}) as answer:
+                async with self._posted("/detokenize", {**self._model, "tokens": [token_id]}, {}) as answer:
                     await answer.rest()
         except InvalidRequest:
             return False

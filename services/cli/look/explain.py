@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.cli import screen
-from services.cli.router_client import MAX_TOKENS_BOUNDS, ClientConfig, ask, given_prompt
+from services.cli.router_client import MAX_TOKENS_BOUNDS, MODEL_NAME_HELP, ClientConfig, ask, given_prompt
 from services.cli.table import fold, format_bytes, format_rank, format_table
 from services.settings.flags import check_bounds, load, setting
 from services.wire import convert
@@ -32,6 +32,7 @@ class ExplainConfig(ClientConfig):
     """Show where a prompt (TEXT, or standard input) would go and why; nothing is generated."""
 
     prompt: str = setting("", "the prompt; default: standard input", bare="TEXT")
+    model: str = setting("", MODEL_NAME_HELP)
     conversation: str = setting("", "conversation id")
     tenant: str = setting("", "tenant; prefixes are not shared between tenants")
     max_tokens: int | None = setting(
@@ -50,6 +51,7 @@ def run(argv: list[str]) -> int:
 async def _explain(config: ExplainConfig, prompt: str) -> int:
     request = generation_pb2.GenerateRequest(
         text=prompt,
+        model=config.model,
         conversation_id=config.conversation,
         tenant=config.tenant,
         sampling=common_pb2.SamplingParams(max_tokens=config.max_tokens),

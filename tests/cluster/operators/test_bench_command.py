@@ -13,6 +13,7 @@ from cluster.harness import FakeCluster
 from services.cli.bench import bench
 from services.cli.bench.bench import BenchConfig
 from services.cli.model.make_model import make_model
+from services.values.errors import NotFound
 
 
 async def measured(config, capsys, code=0):
@@ -27,6 +28,7 @@ async def test_both_apis(etcd_endpoint, cluster_name, tmp_path, capsys):
         router = cluster.routers[0]
         settings = {
             "router": f"127.0.0.1:{router.server.port}",
+            "model": "fake",
             "json": tmp_path / "figures.json",
             "workload": "multi-turn",
             "num_prompts": 3,
@@ -46,6 +48,9 @@ async def test_both_apis(etcd_endpoint, cluster_name, tmp_path, capsys):
         same = ("total_input_tokens", "decode_prefix_len", "cached_tokens", "delta_tokens", "kv_bytes_moved")
         assert [told[0][1][name] for name in same] == [told[1][1][name] for name in same]
 
+        for http in ("", url):
+            with pytest.raises(NotFound, match="'other' is not served"):
+                await bench._bench(BenchConfig(**settings | {"model": "other"}, http=http))
         await measured(BenchConfig(**settings | {"input_len": 17_000}, warm_up=0), capsys, code=1)
         await stopped(router, BenchConfig(**settings | {"output_len": 16_000}, warm_up=0), capsys)
         await cluster.assert_nothing_held()
