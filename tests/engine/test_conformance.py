@@ -137,17 +137,35 @@ async def sglang_pair(tmp_path_factory):
         yield pair
 
 
-@pytest.fixture(
-    params=[
-        "fake",
-        "fake-carried",
-        "torch",
-        pytest.param("torch-recurrent", marks=pytest.mark.exact),
-        pytest.param("torch-windowed", marks=pytest.mark.exact),
-        pytest.param("torch-nixl", marks=pytest.mark.nixl),
-        pytest.param("sglang", marks=SGLANG_MARKS),
-    ]
-)
+ENGINES = {
+    "fake": (),
+    "fake-carried": (),
+    "torch": (),
+    "torch-recurrent": (pytest.mark.exact,),
+    "torch-windowed": (pytest.mark.exact,),
+    "torch-nixl": (pytest.mark.nixl,),
+    "sglang": SGLANG_MARKS,
+}
+
+
+def pytest_generate_tests(metafunc):
+    """Every engine runs under every plan; NIXL, which moves little under plan local, in make test-exact."""
+    if "plan" in metafunc.fixturenames:
+        waits = {("torch-nixl", Plan.LOCAL): (pytest.mark.exact,)}
+        pairs = [
+            pytest.param(name, plan, marks=marks + waits.get((name, plan), ()), id=f"{name}-{plan.value}")
+            for plan in Plan
+            for name, marks in ENGINES.items()
+        ]
+        metafunc.parametrize(("engine", "plan"), pairs, indirect=True)
+        return
+    has_its_own = any(mark.args[0] == "engine" for mark in metafunc.definition.iter_markers("parametrize"))
+    if "engine" in metafunc.fixturenames and not has_its_own:
+        engines = [pytest.param(name, marks=marks) for name, marks in ENGINES.items()]
+        metafunc.parametrize("engine", engines, indirect=True)
+
+
+@pytest.fixture
 def engine(request):
     if request.param == "fake":
         return Fake()
@@ -162,7 +180,7 @@ def engine(request):
     return Torch(torch_settings("nixl" if request.param == "torch-nixl" else "local"))
 
 
-@pytest.fixture(params=list(Plan), ids=lambda plan: plan.value)
+@pytest.fixture
 def plan(request, engine):
     if request.param not in engine.plans:
         pytest.skip(f"this engine does not offer plan {request.param.value}")
