@@ -63,6 +63,12 @@ class HandsOver(Protocol):
     async def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
         """Return the prefix's ids; None where it is not here any more, or in use."""
 
+    async def keep(self, within_s: float) -> None:
+        """Have the rank's tier store what is cached, if it is in files, which a later life finds.
+
+        Return once that is done, or after so long. Raises Unavailable when the engine has ended.
+        """
+
 
 class Adapters(Protocol):
     """An engine computes the model with LoRA adapters, too, for requests that name one.

@@ -3,7 +3,8 @@
     drained, or stopped --> what is idle is offered --> nothing runs --> what ended meanwhile is offered
                               |                     `--with --move-running what runs goes on elsewhere
                               |--undrain: the rest is not offered
-                              `--the time is over, or no rank has space: the rest is lost with this rank
+                              `--the time is over, or no rank has space: the rest is lost with this rank,
+                                 but for what its tier in files has stored by then
 
 The ranks that may take it are read from etcd, once for each of the two rounds. They pull it in the same way
 as for a request (engine/paged/pulls.py), so there is no second way for KV. kv/hand_over.py decides what is
@@ -45,6 +46,7 @@ _ANSWER_S = 1.0
 # An offer may take this share of the time that is left, and so long in any case: a successor that is stopped
 # leaves time to ask another.
 _OFFER_SHARE, _LEAST_OFFER_S = 1 / 3, 2.0
+_LEAST_KEEP_S = 2.0  # A tier has so long for what is cached, or what is left of the hand-over's time.
 
 
 @dataclass(slots=True)
@@ -137,7 +139,7 @@ class Leaving:
 
     async def _run(self, hands_over: HandsOver, successors: Successors, limit_s: float) -> None:
         clock, progress = asyncio.get_running_loop().time, self._progress
-        began, intake = clock(), self._intake
+        began, intake, left_s = clock(), self._intake, 0.0
         ended_before = intake.num_ended
         try:
             left_s = limit_s - await self._round(hands_over, successors, limit_s)
@@ -146,11 +148,12 @@ class Leaving:
             if intake.num_running and not self._nothing_more_ends.is_set():
                 await self._until_nothing_runs()
             if intake.num_ended > ended_before:  # They ended in the first round or during the wait.
-                await self._round(hands_over, successors, left_s)
+                left_s -= await self._round(hands_over, successors, left_s)
         except IsthmusError as error:
             log_lines.event(log, "hand_over_failed", level=logging.WARNING, reason=str(error))
         except Exception:  # It is a defect of ours, which must not prevent the drain.
             log.exception("hand_over_broken")
+        await _keep(hands_over, max(_LEAST_KEEP_S, left_s))
         self.metrics.ended(progress.handed_tokens, progress.left_tokens)
         log_lines.event(
             log,
@@ -219,6 +222,13 @@ class Leaving:
         self._progress.left_tokens -= num_tokens
         if prefix.node in self._handed:
             self._progress.cut_tokens -= num_tokens
+
+
+async def _keep(hands_over: HandsOver, within_s: float) -> None:
+    try:
+        await hands_over.keep(within_s)
+    except IsthmusError as error:
+        log_lines.event(log, "nothing_kept", level=logging.WARNING, reason=str(error))
 
 
 async def _listed(hands_over: HandsOver, limit_s: float) -> list[IdlePrefix]:

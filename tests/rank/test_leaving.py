@@ -31,6 +31,7 @@ class Listing:
 
     def __init__(self, *prefixes):
         self.asked, self.let, self.prefixes, self.spelled = 0, asyncio.Event(), list(prefixes), 0
+        self.kept_after = []  # what was asked before its tier was to store all
 
     async def idle_prefixes(self):
         self.asked += 1
@@ -40,6 +41,10 @@ class Listing:
     async def spell(self, prefix):
         self.spelled += 1
         return tuple(range(prefix.tokens))
+
+    async def keep(self, within_s):
+        assert within_s >= 2.0
+        self.kept_after.append(self.asked)
 
 
 @pytest.fixture
@@ -76,7 +81,7 @@ async def test_what_ends_in_the_first_round_is_offered_in_a_second(rank, stopped
     await asyncio.sleep(0)
     rank.listing.let.set()
     await ended
-    assert rank.listing.asked == 2
+    assert rank.listing.asked == 2 and rank.listing.kept_after == [2]
 
 
 async def test_where_nothing_ran_there_is_one_round(rank):
@@ -84,7 +89,19 @@ async def test_where_nothing_ran_there_is_one_round(rank):
     rank.leaving.begin()
     await rank.intake.drain()
     await rank.leaving.ended()
-    assert rank.listing.asked == 1
+    assert rank.listing.asked == 1 and rank.listing.kept_after == [1]
+
+
+async def test_what_nobody_can_take_is_kept_all_the_same(rank, caplog):
+    async def away():
+        raise Unavailable("etcd is away")
+
+    rank.leaving.knows(RankAddress(RANK, "127.0.0.1:1"), away)
+    rank.listing.prefixes = [IdlePrefix(None, "", 8, 0, 1.0)]
+    rank.listing.let.set()
+    rank.leaving.begin()
+    await rank.leaving.ended()
+    assert rank.listing.kept_after == [1] and "etcd is away" in caplog.text
 
 
 async def test_one_that_is_being_stopped_goes_on_though_somebody_undrains_it(rank):

@@ -139,6 +139,7 @@ class Storing:
         self._num_lent = 0
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
         self._moves_at_s: float | None = None  # The budget allows the next move then.
+        self._keeps_all = False
 
     def __repr__(self) -> str:
         return f"Storing(pages={len(self._copied)} moves={self._num_moves})"
@@ -167,6 +168,19 @@ class Storing:
             due_s.append(self._moves_at_s)
         return min(due_s, default=None)
 
+    def keep_all(self, keeps: bool) -> None:
+        """Store all that is cached, as if pages were short, where the nearest tier is in files.
+
+        A tier in memory ends with the rank's worker, so for that nothing is stored.
+        """
+        self._keeps_all = keeps and self._books.in_files[0]
+
+    @property
+    def has_kept_all(self) -> bool:
+        """Return whether nothing is left to store, or nothing was to be kept."""
+        is_busy = self._may_store or self._looks_again or self._pages or self._point_of
+        return not (self._keeps_all and is_busy)
+
     def turn(self) -> None:
         self._store_what_goes_next(self._clock())
         self._make_room()
@@ -177,7 +191,7 @@ class Storing:
 
     @property
     def _lacks_pages(self) -> bool:
-        return self._pool.cache.books().free < self._room_pages
+        return self._keeps_all or self._pool.cache.books().free < self._room_pages
 
     @property
     def _lacks_units(self) -> bool:

@@ -167,3 +167,33 @@ async def test_it_leaves_what_those_that_run_will_grow_into():
         assert kept > 5 and 0 < taken.held_tokens <= 4 * (32 - 10 - kept + 1)
         await running
         assert core.retractions == 0
+
+
+async def test_what_stays_behind_is_found_by_the_next_life_in_its_file(tmp_path, subtests):
+    """Nothing is stored before: there is room for all. The fake computes slowly enough to read instead."""
+    for carried in ("", *HYBRIDS):
+        with subtests.test(carried=carried):
+            tier = {"kv_tier": (f"{tmp_path}/{carried.replace(':', '-')}:1MiB",), "fake_prompt_token_s": 2e-4}
+            shape = {"fake_carried": carried, "index_block": 8 if carried else 4}
+            async with Pairs(**tier, **shape) as ranks:
+                prompt = await ranks.hold()
+                tiers = core_of(ranks.decode).tiers
+                assert tiers.figures().bytes_down == 0
+                await ranks.decode.hands_over.keep(20.0)
+                assert tiers.books.num_blocks and tiers.storing.has_kept_all
+                kept = tiers.books.num_blocks * (8 if carried else 4)
+            async with Pairs(**tier, **shape) as ranks:
+                answer = await ranks.generate(prompt, 8, Plan.LOCAL)
+                assert answer.tokens == continuation(prompt, 8, parse_carried(carried))
+                assert 0 < answer.admitted.brought_tokens <= kept
+                assert answer.admitted.computed_tokens < len(prompt) // 2
+                await ranks.assert_nothing_held()
+
+
+async def test_a_tier_that_does_not_answer_holds_up_no_stop(tmp_path, caplog):
+    async with Pairs(kv_tier=(f"{tmp_path}:1MiB",)) as ranks:
+        await ranks.hold()
+        core_of(ranks.decode).tiers.thread.submit = lambda copy: False
+        await ranks.decode.hands_over.keep(0.2)
+        assert "kv_not_all_kept" in caplog.text
+        await until(lambda: not core_of(ranks.decode).tiers.storing._keeps_all)

@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 _LAST_WORD_S = 0.05
 # A ticket follows its grant within a round trip and one step of the rank that pulls.
 _MOST_KEPT_S = 5.0
+_KEPT_EVERY_S = 0.05  # A rank that leaves looks this often whether its tier has stored all.
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +362,29 @@ class TakingOver:
 
     async def spell(self, prefix: IdlePrefix) -> tuple[int, ...] | None:
         return await self._engine.ask(lambda core: core.pulls.taking.spell(prefix))
+
+    async def keep(self, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                while not await self._engine.ask(_keep_all):
+                    await asyncio.sleep(_KEPT_EVERY_S)
+        except TimeoutError:
+            log.warning("kv_not_all_kept within_s=%g", within_s)
+        finally:
+            self._engine.post(_keep_no_more)
+
+
+def _keep_all(core: EngineCore) -> bool:
+    """Have all that is cached stored; return whether it is."""
+    if core.tiers is None:
+        return True
+    core.tiers.storing.keep_all(True)
+    return core.tiers.storing.has_kept_all
+
+
+def _keep_no_more(core: EngineCore) -> None:
+    if core.tiers is not None:
+        core.tiers.storing.keep_all(False)
 
 
 def _end(seq: Sequence, core: EngineCore) -> tuple[int, int]:

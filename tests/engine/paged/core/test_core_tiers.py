@@ -510,6 +510,30 @@ def test_a_rank_with_room_for_all_stores_nothing():
     assert (rank.tiers.counts.bytes_down, len(rank.thread.waiting)) == (0, 0)
 
 
+@pytest.mark.parametrize("in_files", [True, False])
+def test_a_rank_that_leaves_stores_all_where_a_later_life_finds_it(in_files):
+    rank = TieredRank(num_pages=64, in_files=(in_files,))
+    prompts = [prompt_of(1, 40), prompt_of(2, 40)]
+    for prompt in prompts:
+        rank.generate(prompt)
+    storing = rank.tiers.storing
+    assert rank.tiers.counts.bytes_down == 0 and storing.has_kept_all
+    storing.keep_all(True)
+    assert storing.has_kept_all == (not in_files)
+    for _ in range(6):
+        rank.turn()
+    assert storing.has_kept_all
+    storing.keep_all(False)
+    again = TieredRank(num_pages=64, tiers=rank.slabs)
+    for prompt in prompts:
+        assert again.generate(prompt) == continuation(prompt, 3)
+    assert again.computed_tokens <= 2 * 10 if in_files else again.computed_tokens >= 2 * 40
+    stored = rank.tiers.counts.bytes_down
+    rank.generate(prompt_of(3, 40))
+    rank.turn()
+    assert rank.tiers.counts.bytes_down == stored, "it stays, after all"
+
+
 def test_the_next_life_finds_what_the_last_one_has_stored():
     rank = TieredRank()
     rank.fill_pool(1)
