@@ -1,11 +1,13 @@
 """This module runs the command `isthmus`."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from services.cli.commands import COMMANDS, listed, module_of, unknown
 from services.observe import build_info, json_lines, log_lines
+from services.process.signals import ending_as_first_process
 from services.values.errors import ConfigError, IsthmusError
 
 # A shell reports this code for a program that SIGPIPE ended, as `| head` ends other programs.
@@ -13,6 +15,7 @@ _PIPE_CLOSED = 141
 
 
 def main() -> None:
+    ending_as_first_process(signal.SIGTERM)
     name, arguments = _parse_words(sys.argv[1:])
     if name in COMMANDS:
         _set_up_logging(arguments)

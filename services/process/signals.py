@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 
 def stop_on_signals() -> asyncio.Event:
@@ -31,6 +32,7 @@ def ending_at_once() -> Iterator[None]:
     code that forbids it, and std::terminate aborts the process. Functions registered with atexit run before.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ending_as_first_process(signal.SIGTERM, signal.SIGINT)
     try:
         yield
         code: object = None
@@ -45,6 +47,21 @@ def ending_at_once() -> Iterator[None]:
         code = 1
     if _others_run():
         _leave(code)
+
+
+def ending_as_first_process(*numbers: signal.Signals) -> None:
+    """Let the signals end us at once where we are the first process of a container.
+
+    Linux drops signals whose action is the default one when they are sent to such a process. A pod that was
+    deleted while its model loaded went on until its grace was over.
+    """
+    if os.getpid() == 1:
+        for number in numbers:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def _others_run() -> bool:

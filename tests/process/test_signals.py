@@ -3,6 +3,8 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -16,17 +18,21 @@ async def test_a_signal_stops():
     await asyncio.wait_for(stopping.wait(), 10)
 
 
-def ended(code, *, number=None):
+# What makes a process the first one of a namespace of processes, as a container's is.
+FIRST = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
+
+
+def ended(code, *, number=None, within=()):
     """(exit code, what it said) of a Python that runs `code`, and gets a signal once it has said a line."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", f"from services.process.signals import ending_at_once\n{code}"]
+    command = [*within, sys.executable, "-c", f"from services.process.signals import ending_at_once\n{code}"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, bufsize=1
     )
     with process:
         first = process.stdout.readline()
         if number is not None:
-            process.send_signal(number)
+            os.kill(only_child(process.pid) if within else process.pid, number)
         rest = process.stdout.read()
     return process.returncode, first + rest
 
@@ -63,3 +69,25 @@ def test_an_interrupt_ends_a_process_that_cannot_hear_exceptions():
         "        except BaseException: pass\n"
     )
     assert ended(code, number=signal.SIGINT) == (-signal.SIGINT, "deaf\n")
+
+
+DEAF = "import time\nprint('deaf', flush=True)\ntime.sleep(20)\nprint('slept', flush=True)\n"
+
+
+def only_child(pid):
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_container_s_first_process_ends_at_once(number):
+    """Linux keeps signals from it that nobody handles: SIGTERM to a pod whose model loads was lost."""
+    if subprocess.run([*FIRST, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of processes cannot be made here")
+    services = "with ending_at_once():\n" + textwrap.indent(DEAF, "    ")
+    assert ended(services, number=number, within=FIRST) == (128 + number, "deaf\n")
+    if number == signal.SIGTERM:  # Python itself handles the other one.
+        run = f"def run(*_):\n{textwrap.indent(DEAF, '    ')}"
+        main = "sys.argv[1:], cli._run = ['top'], run\ncli.main()"
+        command = f"import sys\nfrom services.cli import __main__ as cli\n{run}\n{main}"
+        assert ended(command, number=number, within=FIRST) == (128 + number, "deaf\n")
