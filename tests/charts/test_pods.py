@@ -232,7 +232,7 @@ def test_gpus_come_by_resource_claims_too():
 
 
 VOLUMES = {
-    "emptyDir": ({}, {"emptyDir": {"medium": "", "sizeLimit": "2097152Mi"}}),
+    "emptyDir": ({}, {"emptyDir": {"medium": "", "sizeLimit": "2306868Mi"}}),
     "hostPath": ({"path": "/nvme/isthmus"}, {"hostPath": {"path": "/nvme/isthmus", "type": "Directory"}}),
     "claim": ({"claimName": "tiers"}, {"persistentVolumeClaim": {"claimName": "tiers"}}),
 }
@@ -301,7 +301,7 @@ def test_what_tiers_take_of_memory_is_asked_for():
     assert decode["requests"]["memory"] == f"{(4 + 41) * 1024}Mi"
     assert decode["limits"]["memory"] == f"{41 * 1024 + -(-8 * 10**9 // 2**20)}Mi"
     (tier,) = [each for each in objects.pods()["decode"]["volumes"] if each["name"] == "tier"]
-    assert tier["emptyDir"] == {"medium": "Memory", "sizeLimit": "1024Mi"}
+    assert tier["emptyDir"] == {"medium": "Memory", "sizeLimit": "1127Mi"}
     assert tiers_of(objects)[0] == ("memory", 20 << 30) and valid(objects)
 
 

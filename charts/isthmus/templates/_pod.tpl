@@ -240,7 +240,7 @@ initContainers:
 {{- if and $file.size (ne (toString $file.volume) "claimTemplate") }}
 - name: tier
 {{- if eq $file.volume "emptyDir" }}
-  emptyDir: {medium: {{ $file.medium | quote }}, sizeLimit: {{ include "isthmus.tierBytes" . | include "isthmus.mebibytes" }}}
+  emptyDir: {medium: {{ $file.medium | quote }}, sizeLimit: {{ include "isthmus.tierVolumeSize" . }}}
 {{- else if eq $file.volume "hostPath" }}
   hostPath: {path: {{ $file.path | quote }}, type: Directory}
 {{- else }}
@@ -252,6 +252,11 @@ initContainers:
 {{/* Of the files of a pod's tiers, in bytes. */}}
 {{- define "isthmus.tierBytes" -}}
 {{- include "isthmus.bytes" (trimSuffix "B" .tiers.file.size) | float64 | mulf (float64 .dpSize) | printf "%.0f" -}}
+{{- end -}}
+
+{{/* A tenth more than the files, for directories and the file system: a kubelet evicts a pod above its limit. */}}
+{{- define "isthmus.tierVolumeSize" -}}
+{{- include "isthmus.tierBytes" . | float64 | mulf 1.1 | include "isthmus.mebibytes" -}}
 {{- end -}}
 
 {{/* What a pod's tiers take of its memory, in bytes. */}}
