@@ -228,10 +228,20 @@ def make_model(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         disable_progress_bar()  # The model is written in no time.
-        model.save_pretrained(directory)
+        _save(model, directory)
         tokens.save_pretrained(directory)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write to {directory}: {error}") from error
+
+
+def _save(model: PreTrainedModel, directory: Path) -> None:
+    """The weights may be read by whoever may read the rest: a pod has a user of its own, and safetensors
+    from 0.8 on makes files for their owner alone.
+    """
+    model.save_pretrained(directory)
+    mode = (directory / "config.json").stat().st_mode
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 def run(argv: list[str]) -> int:
@@ -418,7 +428,7 @@ def grow(source: Path, directory: Path, extra_layers: int, gain: float, seed: in
         grown = _with_layers(small, extra_layers)
         _fill_new(grown, small.config.num_hidden_layers, gain, seed)
         shutil.copytree(source, directory, dirs_exist_ok=True)  # This copies the tokenizer, too.
-        grown.save_pretrained(directory)
+        _save(grown, directory)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot grow {source} into {directory}: {error}") from error
 

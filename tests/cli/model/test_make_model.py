@@ -110,6 +110,11 @@ def test_chat_templates(subtests, request, characters, tmp_path, capsys):
         assert len(tokenizer.encode("<tool_call></think>")) == 2
 
 
+def modes(directory):
+    """Who may read the tokenizer may read the weights, too: pods have a user of their own."""
+    return {file.stat().st_mode for file in directory.iterdir()}
+
+
 def test_what_is_made_and_what_is_refused(subtests, tmp_path_factory, capsys):
     with subtests.test("a seed is a model and leaves torchs own chance alone"):
         tmp_path = tmp_path_factory.mktemp("case")
@@ -123,6 +128,7 @@ def test_what_is_made_and_what_is_refused(subtests, tmp_path_factory, capsys):
         assert all(torch.equal(mine[name], same[name]) for name in mine)
         assert not torch.equal(mine["lm_head.weight"], other["lm_head.weight"])
         assert not torch.equal(mine["lm_head.weight"], mine["model.embed_tokens.weight"])
+        assert len(modes(tmp_path)) == 1
     with subtests.test("the command makes the model it is asked for"):
         tmp_path = tmp_path_factory.mktemp("case")
         sizes = "--hidden-size=32 --num-layers=3 --num-heads=2 --num-kv-heads=1 --vocab-size=200"
@@ -212,6 +218,7 @@ def test_a_model_that_grows_keeps_four_of_five_tokens(subtests, tmp_path, capsys
         own, others = (AutoTokenizer.from_pretrained(path).get_vocab() for path in (source, tmp_path))
         assert own == others
         assert 0.7 < agreement(small, grown) < 0.95
+        assert len(modes(tmp_path)) == 1
     with subtests.test("what is no checkpoint does not grow"):
         tmp_path = tmp_path_factory.mktemp("case")
         (tmp_path / "source").mkdir()
