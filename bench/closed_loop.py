@@ -21,7 +21,7 @@ from random import Random
 
 from bench.report import Row, number, verdict
 from services.kv.block_hash import scope_seed, sequence_hashes
-from services.router.replay.following import Job as PlanJob
+from services.router.replay.following import PlannerJob as PlanJob
 from services.router.replay.following import Steady, plan
 from services.router.replay.observed import Fleet, Observation, Observed
 from services.router.replay.ours import Ours, _registration

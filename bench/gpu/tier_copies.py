@@ -19,7 +19,7 @@ from bench.gpu.captured import finish
 from bench.report import Row
 from services.engine.torch.pinned_staging import CopyQueue, CudaQueue, PinnedStaging
 from services.kv.tiers.books import Block, TierBooks
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.tier_keys import ROOT
 from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Store
 from services.tier.slab import FileCalls, Slab, SlabShape, open_memory
@@ -55,7 +55,7 @@ class Tier:
         shape = SlabShape(b"layout-1", slot_bytes, 4)
         self.slab: Slab = open_memory(None, shape, FileCalls())
         self.spans = tuple(
-            Span(i * page_bytes, 0, PageId(2 * i), 0, page_bytes) for i in range(self.num_pages)
+            SlotSpan(i * page_bytes, 0, PageId(2 * i), 0, page_bytes) for i in range(self.num_pages)
         )
         block = TierBooks([4]).claim(bytes(16), ROOT, 1)
         assert block is not None

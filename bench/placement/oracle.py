@@ -7,7 +7,7 @@ from random import Random
 
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
-from services.router.replay.ours import Fleet, ranks_of
+from services.router.replay.ours import SimulatedFleet, ranks_of
 from services.router.replay.ranks import DecodeRank, Job, Rank
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
@@ -66,7 +66,7 @@ class Oracle:
     """The same price of every cache and queue as it is at this moment, and with the outlook. It is near the
     best and no bound: it takes one request at a time, and the next sessions are as new to it as to ours."""
 
-    def __init__(self, fleet: Fleet, seed: int, outlook: Outlook) -> None:
+    def __init__(self, fleet: SimulatedFleet, seed: int, outlook: Outlook) -> None:
         self._fleet = fleet
         self._outlook = outlook
         self._random = Random(seed)
@@ -132,7 +132,7 @@ class Oracle:
         self._outlook.computed(job)
 
     def ended(self, job: Job) -> None:
-        """Seen at once."""
+        """An end is seen at once."""
 
     def loaded(self, rank: Rank) -> None:
         """It needs no reports."""

@@ -38,7 +38,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class TracedProcess:
     """OpenTelemetry's names of these fields are service.name, service.instance.id and service.namespace."""
 
     service: str  # This is router, prefill or decode.
@@ -52,7 +52,7 @@ class Process:
 
 
 def setup_tracing(
-    process: Process, otlp_endpoint: str | None, sample_ratio: float = 1.0
+    process: TracedProcess, otlp_endpoint: str | None, sample_ratio: float = 1.0
 ) -> Callable[[], None]:
     """Send spans to `otlp_endpoint` (http://HOST:PORT, gRPC); with None no spans are recorded.
 

@@ -296,7 +296,7 @@ def _keep_for_good() -> None:
 
 def _setup_tracing(config: RankConfig, own_ids: Sequence[RankId], role: Role) -> Callable[[], None]:
     who = str(own_ids[0]) if len(own_ids) == 1 else config.worker
-    process = traces.Process(role.value, who, config.cluster)
+    process = traces.TracedProcess(role.value, who, config.cluster)
     return traces.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio)
 
 

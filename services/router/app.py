@@ -114,7 +114,7 @@ async def open_router(
         api_keys = ApiKeys(config.api_key_file, refusals, tokens)
     tls = config.tls()
     async with AsyncExitStack() as stack:
-        process = traces.Process("router", name, config.cluster)
+        process = traces.TracedProcess("router", name, config.cluster)
         stack.callback(traces.setup_tracing(process, config.otlp_endpoint, config.trace_sample_ratio))
         keys = ClusterKeys(config.cluster)
         etcd = await stack.enter_async_context(

@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from services.observe import log_lines
 from services.router.models import Models
 from services.router.observed_load import ObservedLoad
-from services.router.replay.following import Job, Plan, Steady
+from services.router.replay.following import PlannerJob, RankPlan, Steady
 from services.router.replay.observed import Fleet
 from services.router.replay.planner import Goals, Outlook, Size
 from services.router.served_model import Model
@@ -67,7 +67,7 @@ class PlanMetrics:
         )
         age.set_function(lambda: self._clock() - self._planned_s)
 
-    def tell(self, wanted: Size, plan: Plan | None) -> None:
+    def tell(self, wanted: Size, plan: RankPlan | None) -> None:
         self._planned_s = self._clock()
         self.wanted.labels("prefill").set(wanted.prefill)
         self.wanted.labels("decode").set(wanted.decode)
@@ -143,7 +143,7 @@ class Planning:
                 self._tell(each, _LEAST[0] if seen.fleet.prefill else _LEAST[1], None, seen.fleet)
             return
         try:
-            plan = await self.ask(Job(seen, self._goals, self._headroom))
+            plan = await self.ask(PlannerJob(seen, self._goals, self._headroom))
         except (OSError, ValueError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             log_lines.event(log, "plan_failed", level=logging.WARNING, model=each.model.name, reason=why)
@@ -151,7 +151,7 @@ class Planning:
         # Where nothing is enough those that there are stay.
         self._tell(each, (plan.wanted or plan.present).size, plan, seen.fleet)
 
-    def _tell(self, each: _Planned, size: Size, plan: Plan | None, fleet: Fleet) -> None:
+    def _tell(self, each: _Planned, size: Size, plan: RankPlan | None, fleet: Fleet) -> None:
         wanted = each.steady.wanted(self._clock(), size, Size(fleet.prefill, fleet.decode))
         if each.metrics is None:
             each.metrics = PlanMetrics(each.model.registry, self._clock)
@@ -161,7 +161,7 @@ class Planning:
             log_lines.event(log, "ranks_wanted", model=name, prefill=wanted.prefill, decode=wanted.decode)
         each.last = wanted
 
-    async def ask(self, job: Job) -> Plan:
+    async def ask(self, job: PlannerJob) -> RankPlan:
         """Let another process plan. Raises OSError, ValueError or TimeoutError."""
         process = await asyncio.create_subprocess_exec(
             *_COMMAND,
@@ -183,5 +183,5 @@ class Planning:
             plan = pickle.loads(out)
         except _UNREADABLE as error:
             raise ValueError(f"the planner's answer cannot be read: {error!r}") from error
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, RankPlan)
         return plan

@@ -25,7 +25,7 @@ _SOON_S = 1.0  # Nobody knows when a running request will end.
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TenantLimits:
     requests_per_minute: float = math.inf
     prompt_tokens_per_minute: float = math.inf
     output_tokens_per_minute: float = math.inf
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    limit: str  # This is the name of a field of Limits.
+    limit: str  # This is the name of a field of TenantLimits.
     allowed: float  # This is the router's share of it.
     retry_after_s: float
 
@@ -63,7 +63,7 @@ class _Bucket:
 class Quota:
     """`limits` may be replaced at any time: what was taken before still counts."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: TenantLimits) -> None:
         self.limits = limits
         self.running = 0
         self._buckets = {name: _Bucket() for name in RATES}

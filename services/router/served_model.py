@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class ServedCheckpoint:
     """This is what a model's directory says to a router."""
 
     tokenizer: Tokenizer
@@ -72,13 +72,13 @@ class Surroundings:
     ended: Callable[[Progress, str], None]
 
 
-def read_checkpoint(config: RouterConfig) -> Checkpoint:
+def read_checkpoint(config: RouterConfig) -> ServedCheckpoint:
     """Read the model's directory, which takes seconds. Raises ConfigError."""
     tokenizer = Tokenizer(
         config.model, config.chat_template, reads_controls=config.control_tokens == "special"
     )
     _log_ends(tokenizer.end_of_sequence)
-    return Checkpoint(tokenizer, _sampling_defaults(config, tokenizer), _parsers(config, tokenizer))
+    return ServedCheckpoint(tokenizer, _sampling_defaults(config, tokenizer), _parsers(config, tokenizer))
 
 
 def _log_ends(end: EndOfSequence) -> None:
@@ -108,7 +108,7 @@ def _sampling_defaults(config: RouterConfig, tokenizer: Tokenizer) -> SamplingDe
 
 @contextlib.asynccontextmanager
 async def open_model(
-    config: RouterConfig, checkpoint: Checkpoint, around: Surroundings, metrics: RouterMetrics
+    config: RouterConfig, checkpoint: ServedCheckpoint, around: Surroundings, metrics: RouterMetrics
 ) -> AsyncIterator[Model]:
     """Serve the model for as long as the context lasts: follow its ranks, and answer requests."""
     cluster = Cluster(

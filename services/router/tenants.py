@@ -29,7 +29,7 @@ from prometheus_client.registry import Collector
 
 from services.observe import log_lines
 from services.router.followed_file import FollowedFile
-from services.router.quotas import LIMITS, Limits, Quota, Refusal
+from services.router.quotas import LIMITS, Quota, Refusal, TenantLimits
 from services.router.tenant_lru import TenantLru
 from services.values.errors import ConfigError, InvalidRequest, IsthmusError, OverLimit
 from services.values.request import MAX_ID_CHARS, Admitted, TenantShare, is_id
@@ -50,7 +50,7 @@ _CONFIGURED = "\x1e"  # It begins each configured salt, and no name of a tenant,
 class Tenant:
     name: str
     weight: float = 1.0
-    limits: Limits = field(default_factory=Limits)
+    limits: TenantLimits = field(default_factory=TenantLimits)
     max_priority: int | None = None  # None stands for --max-priority.
     cache_salt: str | None = None  # None stands for the tenant's name.
 
@@ -99,7 +99,7 @@ def _tenant(name: str, about: object) -> Tenant:
     return Tenant(
         name,
         float(_number(name, about, "weight", _LEAST_WEIGHT, _MOST_WEIGHT, int | float, 1.0)),
-        Limits(**limits),
+        TenantLimits(**limits),
         _number(name, about, "max_priority", 0, _MOST_PRIORITY, int, None),
         None if salt is None else _CONFIGURED + salt,
     )
@@ -178,7 +178,7 @@ class Account:
         )
 
     def take_prompt(self, tokens: int) -> None:
-        """Raises OverLimit."""
+        """Count the prompt's tokens. Raises OverLimit."""
         self._check(self.quota.take_prompt(tokens, self._clock(), self._share()))
 
     def generated(self, tokens: int) -> None:

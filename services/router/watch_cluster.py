@@ -66,7 +66,7 @@ def read_watch_options(request: generation_pb2.WatchClusterRequest, caller: Call
     return WatchOptions(interval_s, None, not request.no_candidates)
 
 
-class Pace:
+class WatchPace:
     """A report of a thousand requests, or of hundreds of ranks, takes tens of milliseconds, each time and for
     each watcher. After every turn the next one waits so long that watchers get no more than their share of
     the time."""
@@ -272,7 +272,7 @@ class Watch:
         self._watchers: list[_Watcher] = []
         self._stop_listening: Callable[[], None] | None = None
         self._snapshot: _Snapshot | None = None
-        self._pace = Pace()
+        self._pace = WatchPace()
         self._closed = False
 
     def follow(

@@ -31,7 +31,7 @@ from typing import Protocol
 
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import Block, Place, Stored
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.wait_or_cut import Left
 from services.tier.shared import SharedFiles, SlotGone
 from services.values.kv import PoolMemory
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 _MOST_LOCKED = 4 << 20  # Whoever ends a read waits for no more bytes than these.
 
 
-class Slots(Protocol):
+class TierSlots(Protocol):
     """This is a tier as copies see it: a slab, or the files of other ranks, which are only read."""
 
     def read(self, slot: int, buffer: memoryview) -> None: ...
@@ -76,10 +76,10 @@ class Staging(Protocol):
     @property
     def bytes(self) -> memoryview: ...
 
-    def take(self, spans: Sequence[Span]) -> None:
+    def take(self, spans: Sequence[SlotSpan]) -> None:
         """Copy from the pools. When it returns the bytes are here. Raises OSError."""
 
-    def give(self, spans: Sequence[Span]) -> None:
+    def give(self, spans: Sequence[SlotSpan]) -> None:
         """Copy into the pools. When it returns, or raises OSError, nothing is written there any more."""
 
     def close(self) -> None:
@@ -94,18 +94,18 @@ class HostStaging:
         self._address = ctypes.addressof(buffer)
         self.bytes = memoryview(buffer).cast("B")
 
-    def take(self, spans: Sequence[Span]) -> None:
+    def take(self, spans: Sequence[SlotSpan]) -> None:
         for span in spans:
             ctypes.memmove(self._address + span.at, self._of(span), span.num_bytes)
 
-    def give(self, spans: Sequence[Span]) -> None:
+    def give(self, spans: Sequence[SlotSpan]) -> None:
         for span in spans:
             ctypes.memmove(self._of(span), self._address + span.at, span.num_bytes)
 
     def close(self) -> None:
         self._pools = []
 
-    def _of(self, span: Span) -> int:
+    def _of(self, span: SlotSpan) -> int:
         base, unit_bytes = self._pools[span.pool]
         return base + span.unit * unit_bytes + span.start
 
@@ -133,7 +133,7 @@ class Copy:
                 copy()
             return not self._stopped
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         """Do the job. A failure is noted in `error` and never raised."""
         raise NotImplementedError
 
@@ -148,13 +148,13 @@ class Store(Copy):
         """Have it write no further slot, without waiting: its pages may get other content from now on."""
         self._stopped = True
 
-    def __init__(self, *parts: tuple[Block, Sequence[Span]]) -> None:
+    def __init__(self, *parts: tuple[Block, Sequence[SlotSpan]]) -> None:
         super().__init__()
         self.blocks = tuple(block for block, _ in parts)
         self.digests: list[int] = []
         self._parts = [(block.place, record_of(block), spans) for block, spans in parts]
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         try:
             for place, record, spans in self._parts:
                 if not self._with_pool(partial(staging.take, spans)):
@@ -178,7 +178,7 @@ class Move(Copy):
     def has_failed_to_read(self) -> bool:
         return not self.is_done and self.at_tier == self.source_tier
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         try:
             self.at_tier = self.source_tier
             slabs[self.at_tier].read(self._source.slot, staging.bytes)
@@ -197,7 +197,7 @@ class ReadAhead(Copy):
         super().__init__()
         self.places = tuple(places)
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         try:
             for place in self.places:
                 if self._stopped:
@@ -220,7 +220,7 @@ class Look(Copy):
         self.at_tier = tier
         self._shared = shared
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         began_s = time.monotonic()
         try:
             self._shared.look()
@@ -243,7 +243,7 @@ class CopyPiece:
     block: Block
     place: Place
     digest: int
-    spans: tuple[Span, ...]
+    spans: tuple[SlotSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class LoadCopy(Copy):
         self.end = LoadEnd.STOPPED
         self._pace = pace
 
-    def run(self, slabs: Sequence[Slots], staging: Staging) -> None:
+    def run(self, slabs: Sequence[TierSlots], staging: Staging) -> None:
         try:
             self.end = self._run(slabs, staging)
         except SlotGone:
@@ -280,7 +280,7 @@ class LoadCopy(Copy):
         except OSError as error:
             self.error, self.end = error, LoadEnd.FAILED
 
-    def _run(self, slabs: Sequence[Slots], staging: Staging) -> LoadEnd:
+    def _run(self, slabs: Sequence[TierSlots], staging: Staging) -> LoadEnd:
         for piece in self.pieces:
             began_s = self._pace.clock()
             if self._stopped:
@@ -298,14 +298,14 @@ class LoadCopy(Copy):
             self.read_s[piece.place.tier] += self._pace.clock() - began_s
         return LoadEnd.WHOLE
 
-    def _give(self, staging: Staging, spans: Sequence[Span]) -> bool:
+    def _give(self, staging: Staging, spans: Sequence[SlotSpan]) -> bool:
         *first, last = _batches(spans)
         for batch in first:
             if not self._with_pool(partial(staging.give, batch)):
                 return False
         return self._with_pool(partial(self._give_last, staging, last))
 
-    def _give_last(self, staging: Staging, spans: Sequence[Span]) -> None:
+    def _give_last(self, staging: Staging, spans: Sequence[SlotSpan]) -> None:
         staging.give(spans)
         self.num_done += 1
 
@@ -318,9 +318,9 @@ class LoadCopy(Copy):
         return Left(seconds, tokens, pace.computed_tokens_per_s).is_worth_reading
 
 
-def _batches(spans: Sequence[Span]) -> list[list[Span]]:
+def _batches(spans: Sequence[SlotSpan]) -> list[list[SlotSpan]]:
     """Return the spans in order, cut so that a batch has at most _MOST_LOCKED bytes; at least one batch."""
-    batches, left = [list[Span]()], _MOST_LOCKED
+    batches, left = [list[SlotSpan]()], _MOST_LOCKED
     for at, pool, unit, start, num_bytes in spans:
         done = 0
         while done < num_bytes:
@@ -328,7 +328,7 @@ def _batches(spans: Sequence[Span]) -> list[list[Span]]:
                 batches.append([])
                 left = _MOST_LOCKED
             size = min(left, num_bytes - done)
-            batches[-1].append(Span(at + done, pool, unit, start + done, size))
+            batches[-1].append(SlotSpan(at + done, pool, unit, start + done, size))
             done, left = done + size, left - size
     return batches
 

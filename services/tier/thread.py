@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from services.process.iteration_watch import LOOKS, IterationWatch, stack_of
-from services.tier.copies import Copy, LoadCopy, Look, ReadAhead, Slots, Staging
+from services.tier.copies import Copy, LoadCopy, Look, ReadAhead, Staging, TierSlots
 from services.tier.slab import FileCalls
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class TierThread:
-    def __init__(self, slabs: Sequence[Slots], staging: Staging, done: Callable[[Copy], None]) -> None:
+    def __init__(self, slabs: Sequence[TierSlots], staging: Staging, done: Callable[[Copy], None]) -> None:
         """`done` is called on this thread with each copy that has ended; it must neither raise nor wait."""
         self._slabs = list(slabs)
         self._staging = staging
@@ -71,7 +71,7 @@ class TierThread:
             self._news.notify()
         return True
 
-    def put(self, tier: int, slab: Slots) -> bool:
+    def put(self, tier: int, slab: TierSlots) -> bool:
         """Take a slab in the place of one without slots; return False where the thread is being stopped."""
         with self._news:
             if not self._stopping:

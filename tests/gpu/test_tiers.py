@@ -10,7 +10,7 @@ from engine.torch.copy_queue import Shuffled
 from services.engine.torch.pinned_staging import CudaQueue, PinnedStaging
 from services.kv.page_digest import digest_of
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.slot_spans import Span, block_spans, part_spans, slot_bytes
+from services.kv.tiers.slot_spans import SlotSpan, block_spans, part_spans, slot_bytes
 from services.kv.tiers.tier_keys import ROOT
 from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Store
 from services.tier.slab import FileCalls, SlabShape, open_memory
@@ -92,7 +92,7 @@ def test_no_byte_of_a_pages_next_owner_gets_into_a_slot(device):
     slab, books = open_memory(None, SlabShape(b"layout-1", size, 2), FileCalls()), TierBooks([2])
     ended, chance = [], random.Random(4)
     thread = TierThread([slab], staging(device, size, [pool]), ended.append)
-    spans = tuple(Span(i * PAGE_BYTES, 0, PageId(i), 0, PAGE_BYTES) for i in range(num_pages))
+    spans = tuple(SlotSpan(i * PAGE_BYTES, 0, PageId(i), 0, PAGE_BYTES) for i in range(num_pages))
     num_stored, content = 0, bytearray(size)
     for number in range(rounds):
         pool.fill_(number)

@@ -15,7 +15,7 @@ from services.values.errors import NoCapacity
 
 pytestmark = pytest.mark.long
 
-ROUTER = traces.Process("router", "router-0", "default")
+ROUTER = traces.TracedProcess("router", "router-0", "default")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from router.replay.test_planner import FLEET, conversations
 from services.router.planning import Planning
-from services.router.replay.following import Job, Plan, Steady, plan
+from services.router.replay.following import PlannerJob, RankPlan, Steady, plan
 from services.router.replay.observed import Observation
 from services.router.replay.planner import Goals, Outlook, Size
 
@@ -53,7 +53,7 @@ async def test_metrics_follow_the_plans(subtests, caplog):
     models = SimpleNamespace(default=model, others={})
     planning = Planning(models, load, GOALS, 30.0, 100.0, 600.0, 1.1, lambda: now[0])
 
-    async def ask(job: Job) -> Plan:
+    async def ask(job: PlannerJob) -> RankPlan:
         assert (job.goals, job.load) == (GOALS, 1.1) and job.observation is seen[-1]
         answer = plans.pop()
         if isinstance(answer, Exception):
@@ -73,7 +73,7 @@ async def test_metrics_follow_the_plans(subtests, caplog):
         assert wanted() == (None, None)
     with subtests.test("what the plan wants, and what it would give"):
         seen.append(Observation(FLEET, conversations(2, 1.0)))
-        plans.append(Plan(outlook(2, 2, False), outlook(3, 2)))
+        plans.append(RankPlan(outlook(2, 2, False), outlook(3, 2)))
         await planning.plan()
         assert wanted() == (3.0, 2.0)
         shares = [
@@ -84,10 +84,10 @@ async def test_metrics_follow_the_plans(subtests, caplog):
         assert "ranks_wanted model=m prefill=3 decode=2" in caplog.text
     with subtests.test("fewer only after a while; where nothing is enough the present ranks stay"):
         for at_s, planned, expected in [
-            (50.0, Plan(outlook(3, 2), outlook(1, 2)), (3.0, 2.0)),
-            (90.0, Plan(outlook(3, 4, False), None), (3.0, 4.0)),
-            (101.0, Plan(outlook(3, 2), outlook(1, 2)), (3.0, 4.0)),
-            (191.0, Plan(outlook(3, 2), outlook(1, 2)), (1.0, 2.0)),
+            (50.0, RankPlan(outlook(3, 2), outlook(1, 2)), (3.0, 2.0)),
+            (90.0, RankPlan(outlook(3, 4, False), None), (3.0, 4.0)),
+            (101.0, RankPlan(outlook(3, 2), outlook(1, 2)), (3.0, 4.0)),
+            (191.0, RankPlan(outlook(3, 2), outlook(1, 2)), (1.0, 2.0)),
         ]:
             now[0] = at_s
             plans.append(planned)
@@ -101,7 +101,7 @@ async def test_metrics_follow_the_plans(subtests, caplog):
         assert registry.get_sample_value("isthmus_plan_age_seconds") == 9.0
     with subtests.test("a defect ends neither the router nor the plans of other models"):
         models.others = {"n": SimpleNamespace(name="n", registry=CollectorRegistry())}
-        plans += [Plan(outlook(2, 2), outlook(2, 2)), RuntimeError("a defect")]
+        plans += [RankPlan(outlook(2, 2), outlook(2, 2)), RuntimeError("a defect")]
         await planning.plan()
         assert "plan_broken model=m" in caplog.text and not plans
         assert models.others["n"].registry.get_sample_value("isthmus_plan_wanted_ranks", {"role": "decode"})
@@ -117,7 +117,7 @@ async def test_metrics_follow_the_plans(subtests, caplog):
 
 
 async def test_another_process_plans_and_says_what_it_could_not(monkeypatch):
-    job = Job(Observation(FLEET, conversations(8, 1.0)), GOALS)
+    job = PlannerJob(Observation(FLEET, conversations(8, 1.0)), GOALS)
     planning = Planning(SimpleNamespace(), SimpleNamespace(), GOALS, 30.0, 100.0, 600.0)
     assert await planning.ask(job) == plan(job)
     with pytest.raises(ValueError, match="no requests"):

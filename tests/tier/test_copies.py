@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import CopyPace, CopyPiece, HostStaging, LoadCopy, LoadEnd, Move, Store
@@ -56,7 +56,7 @@ class Rank:
 
 
 def spans(pages, first=0):
-    return tuple(Span(i * PAGE, 0, PageId(page), 0, PAGE) for i, page in enumerate(pages, start=first))
+    return tuple(SlotSpan(i * PAGE, 0, PageId(page), 0, PAGE) for i, page in enumerate(pages, start=first))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from services.engine.paged.model_runner import DraftModel
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.kv.tiers import slot_spans
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.tier_keys import scope
 from services.values.kv import KvLayout, PageId
 
@@ -31,10 +31,10 @@ class TieredPool:
     def scope(self, salt: str) -> bytes:
         return scope(self.layout, self.block_tokens, salt)
 
-    def block_spans(self, pages: Sequence[PageId], first: int = 0) -> tuple[Span, ...]:
+    def block_spans(self, pages: Sequence[PageId], first: int = 0) -> tuple[SlotSpan, ...]:
         return slot_spans.block_spans(self.layout, self.block_tokens, pages, first)
 
-    def part_spans(self, units: Sequence[Sequence[PageId]]) -> list[tuple[Span, ...]]:
+    def part_spans(self, units: Sequence[Sequence[PageId]]) -> list[tuple[SlotSpan, ...]]:
         return slot_spans.part_spans(self.layout, units, self.slot_bytes)
 
     def num_parts(self, position: int) -> int:

@@ -36,7 +36,7 @@ from services.engine.paged.sequence import Sequence as EngineSequence
 from services.engine.paged.storing import Storing, TierCounts, TierHealth
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.tiers.books import Block, LateTier, SlotKind, TierBooks
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import (
     Clock,
@@ -48,8 +48,8 @@ from services.tier.copies import (
     Look,
     Move,
     ReadAhead,
-    Slots,
     Store,
+    TierSlots,
 )
 from services.tier.shared import SharedFiles
 from services.tier.thread import TierThread
@@ -147,7 +147,7 @@ class Tiering:
         """Return what names the directory whose files it reads; empty where it reads none."""
         return "" if self._shared is None else self._shared.name
 
-    def open_late(self, late: LateTier, slab: Slots) -> bool:
+    def open_late(self, late: LateTier, slab: TierSlots) -> bool:
         """Use a tier that could not be opened before; return False once tiers are stopped. Any thread may
         call it."""
         if not self.thread.put(late.tier, slab):
@@ -487,7 +487,7 @@ class Tiering:
             return None
 
 
-def _piece(block: Block, spans: tuple[Span, ...]) -> CopyPiece:
+def _piece(block: Block, spans: tuple[SlotSpan, ...]) -> CopyPiece:
     return CopyPiece(block, block.place, block.digest, spans)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.kv.tiers.slot_spans import Span
+from services.kv.tiers.slot_spans import SlotSpan
 from services.values.errors import Unavailable
 
 
@@ -70,10 +70,10 @@ class PinnedStaging:
         self._pools = [pool.view(-1) for pool in pools]
         self._queue = queue
 
-    def take(self, spans: Sequence[Span]) -> None:
+    def take(self, spans: Sequence[SlotSpan]) -> None:
         self._copy([(self._in_slot(run), self._in_pool(run)) for run in self._runs(spans)])
 
-    def give(self, spans: Sequence[Span]) -> None:
+    def give(self, spans: Sequence[SlotSpan]) -> None:
         self._copy([(self._in_pool(run), self._in_slot(run)) for run in self._runs(spans)])
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class PinnedStaging:
     def _in_pool(self, run: _Run) -> Tensor:
         return self._pools[run.pool][run.start : run.start + run.num_bytes]
 
-    def _runs(self, spans: Sequence[Span]) -> Iterator[_Run]:
+    def _runs(self, spans: Sequence[SlotSpan]) -> Iterator[_Run]:
         run = _Run(0, 0, 0, 0)
         for span in spans:
             start = span.unit * self._unit_bytes[span.pool] + span.start

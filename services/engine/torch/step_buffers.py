@@ -47,7 +47,7 @@ from services.engine.torch.attention.step_view import (
 from services.engine.torch.model.step_cache import SequenceRows, TokenRounds, TokenRows, TokenRuns
 from services.engine.torch.pools import Pools
 from services.engine.torch.step_rooms import (
-    Plan,
+    PiecesPlan,
     RunRoom,
     StepOutputs,
     StepRoom,
@@ -231,7 +231,7 @@ class StepBuffers:
             self._keep(singles, stored[0], plans)
         return True
 
-    def _keep(self, singles: Sequence[Chunk], stored: Slots, plans: Mapping[Reach, Plan]) -> None:
+    def _keep(self, singles: Sequence[Chunk], stored: Slots, plans: Mapping[Reach, PiecesPlan]) -> None:
         tables = [chunk.table for chunk in singles]
         if None in tables or len(set(map(id, tables))) < len(tables) or len(stored.rows) < len(tables):
             return
@@ -287,13 +287,13 @@ class StepBuffers:
 
     def _next_plan(
         self, reach: Reach, kept: _Kept, new_pages: NDArray[np.int64], singles: Sequence[Chunk]
-    ) -> Plan:
+    ) -> PiecesPlan:
         if (growing := kept.growing.get(reach)) is None:
             return self._plan(reach, singles)
         growing.grow(new_pages)
         parts = self._cut(reach, growing.outline)
         growing.are_cut(parts.table)
-        return Plan(growing.pages, growing.outline.readers, parts)
+        return PiecesPlan(growing.pages, growing.outline.readers, parts)
 
     def _set_runs(self, singles: Sequence[Chunk], runs: Sequence[int], room: RunRoom) -> None:
         counts, rounds = np.array(runs), np.arange(room.num_tokens)
@@ -439,16 +439,16 @@ class StepBuffers:
         sources = device["sources"] if self._has_sources else None
         return PackedView((chunks,), packing, reach.sliding_window, sources)
 
-    def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> Plan:
+    def _plan(self, reach: Reach, chunks: Sequence[Chunk]) -> PiecesPlan:
         page_size = self._layers.pools[reach.pool].shape.page_size
         pieces = pieces_of([read_of(chunk, reach, page_size) for chunk in chunks], page_size)
-        return Plan(pieces.pages, pieces.readers, self._cut(reach, outline_of(pieces)), pieces)
+        return PiecesPlan(pieces.pages, pieces.readers, self._cut(reach, outline_of(pieces)), pieces)
 
     def _cut(self, reach: Reach, pieces: Outline) -> PieceParts:
         kv, chosen = self._layers.pools[reach.pool], on_device(self._layers, reach)
         return cut_pieces(pieces, kv, chosen.num_heads, chosen.num_programs)
 
-    def _set_plans(self, plans: Iterable[Plan]) -> int:
+    def _set_plans(self, plans: Iterable[PiecesPlan]) -> int:
         """Write the plans, and return the number of their pages."""
         num_pages = 0
         for nth, plan in enumerate(plans):
@@ -456,7 +456,7 @@ class StepBuffers:
             num_pages += len(plan.pages)
         return num_pages
 
-    def _set_plan(self, nth: int, plan: Plan, first_page: int) -> None:
+    def _set_plan(self, nth: int, plan: PiecesPlan, first_page: int) -> None:
         host, table, joins = self._areas.host, plan.parts.table, plan.parts.joins
         own = host[f"parts{nth}"].reshape(-1, 7)[: len(table)]
         own[:] = table

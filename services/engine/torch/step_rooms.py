@@ -20,7 +20,7 @@ _OUTPUT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PiecesPlan:
     pages: NDArray[np.integer]
     readers: NDArray[np.int64]
     parts: PieceParts
@@ -142,7 +142,7 @@ def room_of(layers: PagedLayers, reach: Reach, num_rows: int) -> Room:
     return Room(grid, num_pages, min(most, max(8 * num_rows + 2 * chosen.num_programs, fitting)))
 
 
-def fits(plan: Plan, room: Room) -> bool:
+def fits(plan: PiecesPlan, room: Room) -> bool:
     num_parts, num_narrow = len(plan.parts.table), plan.parts.num_narrow
     return (
         num_narrow <= room.grid[0]

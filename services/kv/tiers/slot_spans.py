@@ -18,7 +18,7 @@ from services.values.kv import KvLayout, PageId
 _PART = b"state"  # No block has five bytes of tokens, so a part never has the key of a block.
 
 
-class Span(NamedTuple):
+class SlotSpan(NamedTuple):
     """It is a piece of one unit, and where that lies in the slot; all but the pool and the unit is in bytes.
 
     Pools are counted as in `KvLayout.unit_bytes`.
@@ -38,22 +38,22 @@ def slot_bytes(layout: KvLayout, block_tokens: int) -> int:
 
 def block_spans(
     layout: KvLayout, block_tokens: int, pages: Sequence[PageId], first: int = 0
-) -> tuple[Span, ...]:
+) -> tuple[SlotSpan, ...]:
     """Return the spans of a block's pages from its page `first` on."""
-    spans, at = list[Span](), 0
+    spans, at = list[SlotSpan](), 0
     pools = (0, len(layout.unit_bytes) - 1) if layout.draft is not None else (0,)
     for pool in pools:
         size = layout.unit_bytes[pool]
-        spans += [Span(at + i * size, pool, page, 0, size) for i, page in enumerate(pages, start=first)]
+        spans += [SlotSpan(at + i * size, pool, page, 0, size) for i, page in enumerate(pages, start=first)]
         at += block_tokens // layout.page_size * size
     return tuple(spans)
 
 
 def part_spans(
     layout: KvLayout, units: Iterable[Sequence[PageId]], bytes_of_slot: int
-) -> list[tuple[Span, ...]]:
+) -> list[tuple[SlotSpan, ...]]:
     """Return the spans of each part of a checkpoint, whose units are given by group of per-request state."""
-    parts: list[list[Span]] = [[]]
+    parts: list[list[SlotSpan]] = [[]]
     at = 0
     for pool, of_group in enumerate(units, start=1):
         for unit in of_group:
@@ -63,7 +63,7 @@ def part_spans(
                     parts.append([])
                     at = 0
                 num_bytes = min(size - start, bytes_of_slot - at)
-                parts[-1].append(Span(at, pool, unit, start, num_bytes))
+                parts[-1].append(SlotSpan(at, pool, unit, start, num_bytes))
                 at, start = at + num_bytes, start + num_bytes
     return [tuple(part) for part in parts]
 

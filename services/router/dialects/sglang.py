@@ -68,17 +68,17 @@ class TokenLists:
     tokens: list[_Entry] = field(default_factory=list)
     top: list[list[_Entry] | None] = field(default_factory=list)
 
-    def add(self, logprobs: Sequence[TokenLogprobs], words: "Words") -> None:
+    def add(self, logprobs: Sequence[TokenLogprobs], words: "SglangWords") -> None:
         self.tokens += [words.entry(token.chosen) for token in logprobs]
         self.top += [[words.entry(other) for other in token.top] for token in logprobs]
 
-    def add_unknown(self, token_id: int, words: "Words") -> None:
+    def add_unknown(self, token_id: int, words: "SglangWords") -> None:
         self.tokens.append((None, token_id, words.text(token_id)))
         self.top.append(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class SglangWords:
     token_text: TokenText
     options: LogprobOptions
 
@@ -247,7 +247,7 @@ class GenerateAnswer:
     def __init__(self, call: GenerateCall, token_text: TokenText) -> None:
         self.request = call.request
         self._call = call
-        words = None if call.logprobs is None else Words(token_text, call.logprobs)
+        words = None if call.logprobs is None else SglangWords(token_text, call.logprobs)
         prompts = [TokenLists() for _ in call.requests]
         self._so_far = [_SoFar(words, prompt) for prompt in prompts for _ in range(call.answers_each)]
         self._num_finished = 0
@@ -276,7 +276,7 @@ class _SoFar:
     """This holds what one answer has reported so far. All answers to a prompt share `of_prompt`, the report
     on its tokens."""
 
-    def __init__(self, words: Words | None, of_prompt: TokenLists) -> None:
+    def __init__(self, words: SglangWords | None, of_prompt: TokenLists) -> None:
         self._words = words
         self._of_prompt, self._of_answer = of_prompt, TokenLists()
         self._text = ""

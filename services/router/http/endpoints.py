@@ -23,7 +23,7 @@ from services.router.dialects.responses_answer import ResponseStore
 from services.router.http.body_reader import BodyReader
 from services.router.http.event_stream import EventStream, sse
 from services.router.models import Models
-from services.router.watch_cluster import Pace, Watch
+from services.router.watch_cluster import Watch, WatchPace
 from services.values.errors import Forbidden, InvalidRequest, NotFound
 from services.wire.isthmus.v1.generation_pb2 import (
     GenerateRequest,
@@ -209,7 +209,7 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 class Watching:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._pace = Pace()  # This is shared by all streams.
+        self._pace = WatchPace()  # This is shared by all streams.
 
     async def stream(self, request: Request) -> Response:
         requested = read_watch(request.query_params, request.headers)
@@ -258,7 +258,7 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
 
 
 async def _events(
-    responses: AsyncGenerator[WatchClusterResponse, None], pace: Pace
+    responses: AsyncGenerator[WatchClusterResponse, None], pace: WatchPace
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(responses):
         async for response in responses:

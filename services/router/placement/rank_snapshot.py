@@ -133,7 +133,7 @@ class RankSnapshot:
         self._held: Held | None = None
         self._below: HeldBelow | None = None
         self._guessed: Guessed | None = None
-        self._shared: SharedFiles | None = None
+        self._shared: FilesInReach | None = None
 
     def now(self, key: RankKey) -> RankNow:
         now = self._now.get(key)
@@ -153,10 +153,10 @@ class RankSnapshot:
             self._below = below if below.has_holders else None
         return self._below
 
-    def shared(self, groups: Mapping[RankKey, str]) -> "SharedFiles | None":
+    def shared(self, groups: Mapping[RankKey, str]) -> "FilesInReach | None":
         """Return what ranks that share files may bring up; None where none do, or nobody holds anything."""
         if self._shared is None and groups and (below := self.below()) is not None:
-            self._shared = SharedFiles(below, groups, self.asked)
+            self._shared = FilesInReach(below, groups, self.asked)
         return self._shared
 
     def guessed(self) -> Guessed:
@@ -256,7 +256,7 @@ def back_s(tiers: PrefixIndex | None, rank: Registration, load: RankLoad) -> flo
     return rank.layout.page_bytes / rank.layout.page_size / bytes_per_s
 
 
-class SharedFiles:
+class FilesInReach:
     """Ranks that read the same directory bring up what any of their files holds. Depths are in blocks."""
 
     __slots__ = ("_asked", "_below", "_files", "_groups", "_points")
@@ -425,7 +425,7 @@ class Hits:
         has: int,
         snapshot: RankSnapshot,
         below: HeldBelow,
-        shared: SharedFiles,
+        shared: FilesInReach,
     ) -> Brought | None:
         """Return what it would bring up from its own tiers and others' files together, where that is more
         than the `kept` tokens."""

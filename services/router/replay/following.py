@@ -12,23 +12,23 @@ from services.router.replay.planner import Goals, Outlook, Size, advise
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannerJob:
     observation: Observation
     goals: Goals
     load: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RankPlan:
     """`wanted` is None where no number of ranks meets the goals."""
 
     present: Outlook
     wanted: Outlook | None
 
 
-def plan(job: Job) -> Plan:
+def plan(job: PlannerJob) -> RankPlan:
     advice = advise(job.observation, job.goals, job.load, in_steps=True)
-    return Plan(advice.present, advice.least)
+    return RankPlan(advice.present, advice.least)
 
 
 class Steady:

@@ -39,7 +39,7 @@ class _Sent:
     copy: int
 
 
-class Load:
+class ReplayedLoad:
     """A replay's block has `block_tokens`: it is so many of the index that a prompt has some dozen."""
 
     def __init__(self, observation: Observation) -> None:

@@ -70,7 +70,7 @@ _SEED = scope_seed(MODEL)
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class SimulatedFleet:
     decodes: Sequence[DecodeRank]
     prefills: Sequence[Rank]
     timing: Timing
@@ -83,7 +83,7 @@ class Ours:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: SimulatedFleet,
         events: Events,
         share: Share,
         pins: Pins,

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
-from services.router.replay.load import Load
+from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import Fleet, Observation, Observed
 from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
 from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting
-from services.router.replay.speeds import Speeds, speeds_of
+from services.router.replay.speeds import FittedSpeeds, speeds_of
 from services.values.rank import Plan
 
 MOST_REQUESTS = 800
@@ -85,7 +85,7 @@ class Advice:
     observation: Observation
     goals: Goals
     load: float
-    speeds: Speeds
+    speeds: FittedSpeeds
     present: Outlook
     least: Outlook | None
     together: Outlook | None
@@ -163,7 +163,7 @@ def _within_window(observation: Observation) -> Observation:
 
 
 def _warnings(
-    observation: Observation, speeds: Speeds, load: float, present: Outlook, least: Outlook | None
+    observation: Observation, speeds: FittedSpeeds, load: float, present: Outlook, least: Outlook | None
 ) -> Iterator[str]:
     requests, fleet = observation.requests, observation.fleet
     if len(requests) < FEW_REQUESTS:
@@ -204,7 +204,7 @@ class Trial:
         # More load is copies of fewer requests, as every size would take so many times longer otherwise.
         last = max(FEW_REQUESTS, int(MOST_REQUESTS / max(1.0, load)))
         self._beyond_s = self.speeds.beyond_s[-last:]
-        found = Load(_within_window(replace(observation, requests=observation.requests[-last:])))
+        found = ReplayedLoad(_within_window(replace(observation, requests=observation.requests[-last:])))
         self._block_tokens = found.block_tokens
         self._span_s = found.span_s
         self.workload = found.times(load, seed, from_now)

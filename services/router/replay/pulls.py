@@ -35,7 +35,7 @@ class _Pull:
     followers: "list[Job]" = field(default_factory=list)
 
 
-class Pulls:
+class SimulatedPulls:
     def __init__(self, rank: "Rank") -> None:
         self._rank = rank
         self._under_way: dict[Job, _Pull] = {}

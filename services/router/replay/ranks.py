@@ -20,7 +20,7 @@ from services.kv.block_hash import scope_seed
 from services.kv.prefix_cache import PrefixCache, SequencePages
 from services.router.replay.below import Tier
 from services.router.replay.events import Events
-from services.router.replay.pulls import Pulls
+from services.router.replay.pulls import SimulatedPulls
 from services.router.replay.resuming import Resuming
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.values.kv import CacheEvents
@@ -33,7 +33,7 @@ MODEL = "sim"
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The model's constants. The KV is that of an 8B model with grouped queries in 16 bits."""
+    """The KV is that of an 8B model with grouped queries in 16 bits."""
 
     block_tokens: int = BLOCK_TOKENS  # a page of the pools, and an index block
     tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
@@ -112,7 +112,7 @@ class Rank(ABC):
         self.events = events
         self.busy_s = 0.0
         self.link_free_s = 0.0  # It sends until then.
-        self.pulls = Pulls(self)
+        self.pulls = SimulatedPulls(self)
         self.holds_all = False  # whether it is taken to hold all but the new part of every prompt
         self.report: Callable[[Rank], None] = _nobody
         self.publish: Callable[[Rank, CacheEvents], None] = _nobody
@@ -129,7 +129,7 @@ class Rank(ABC):
 
     @property
     def pending_tokens(self) -> int:
-        """Queued and uncached, or being computed; the chunk under way counts whole."""
+        """These tokens are queued and uncached, or are being computed; the chunk under way counts whole."""
         current = self._current
         remaining = 0 if current is None else current.request.prompt_tokens - self._done_tokens
         return self._queued_tokens + remaining

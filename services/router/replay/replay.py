@@ -6,7 +6,7 @@ from typing import Protocol
 
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
-from services.router.replay.ours import Fleet, Ours, Pins
+from services.router.replay.ours import Ours, Pins, SimulatedFleet
 from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
 from services.router.replay.setting import Setting
 from services.router.replay.workload import TraceRequest
@@ -91,12 +91,14 @@ class Replay:
         fleet, tells, pulls = self._fleet(name), name != "ours-held", not name.endswith("-alone")
         return [Ours(fleet, self._events, share, pins, tells, pulls) for share in shares]
 
-    def _fleet(self, name: str) -> Fleet:
+    def _fleet(self, name: str) -> SimulatedFleet:
         setting = self._setting
         plans = {Plan.REMOTE, Plan.LOCAL} if "-remote" not in name else {Plan.REMOTE}
         if not self._prefills or name.endswith("-local"):
             plans = {Plan.LOCAL}
-        return Fleet(self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans))
+        return SimulatedFleet(
+            self._decodes, self._prefills, setting.timing, setting.weights, frozenset(plans)
+        )
 
     def _will_return(self, at_s: float, rank: Rank) -> None:
         """The next request of a conversation is known now, and who may see what is to come learns it here."""

@@ -22,14 +22,14 @@ _PRIOR_TOKENS_PER_S, _PRIOR_STEP_S, _PRIOR_BYTES_PER_S = 10_000.0, 0.02, 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class FittedSpeeds:
     prefill: Timing
     decode: Timing
     measured: frozenset[str]  # Each of "prefill", "decode", "steps" and "transfer" that was measured.
     beyond_s: Sequence[float]  # Each request's first token took so much of its own, or less.
 
 
-def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -> Speeds:
+def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -> FittedSpeeds:
     """Return the speeds of ranks that serve `others` times these requests."""
     remote = [seen for seen in requests if seen.is_remote and seen.computed_tokens]
     local = [seen for seen in requests if not seen.is_remote and seen.computed_tokens]
@@ -58,7 +58,7 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
 
     prefill, decode = timing("prefill"), timing("decode")
     beyond_s = [_beyond_s(seen, prefill if seen.is_remote else decode) for seen in requests]
-    return Speeds(prefill, decode, frozenset(measured), beyond_s)
+    return FittedSpeeds(prefill, decode, frozenset(measured), beyond_s)
 
 
 def _beyond_s(seen: Observed, timing: Timing) -> float:

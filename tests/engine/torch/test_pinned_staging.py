@@ -13,7 +13,7 @@ from services.engine.torch.model.kv_groups import State
 from services.engine.torch.pinned_staging import PinnedStaging
 from services.engine.torch.pools import KvPool, SlotPool
 from services.kv.tiers.books import TierBooks
-from services.kv.tiers.slot_spans import Span, block_spans, part_spans, slot_bytes
+from services.kv.tiers.slot_spans import SlotSpan, block_spans, part_spans, slot_bytes
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import copies
 from services.tier import slab as slabs
@@ -123,7 +123,7 @@ class Rank:
 
 
 def spans(pages):
-    return tuple(Span(i * 64, 0, PageId(page), 0, 64) for i, page in enumerate(pages))
+    return tuple(SlotSpan(i * 64, 0, PageId(page), 0, 64) for i, page in enumerate(pages))
 
 
 def test_a_page_gets_a_new_owner_while_it_is_copied_out(subtests):

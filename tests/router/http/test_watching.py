@@ -7,7 +7,7 @@ import time
 from router.http.backend import DEADLINE_S, FakeBackend, app_of, client
 from services.router.http import endpoints
 from services.router.http.endpoints import _events
-from services.router.watch_cluster import Pace
+from services.router.watch_cluster import WatchPace
 from services.values.errors import Forbidden, InvalidRequest, NoCapacity
 from services.wire.isthmus.v1.common_pb2 import RankId
 from services.wire.isthmus.v1.generation_pb2 import (
@@ -138,7 +138,7 @@ async def test_events_that_take_long_to_write_down_leave_the_loop_to_others(monk
         return sse(event)
 
     monkeypatch.setattr(endpoints, "sse", slow)
-    pace, began_s = Pace(), time.perf_counter()
+    pace, began_s = WatchPace(), time.perf_counter()
 
     async def read():
         backend = FakeBackend()

@@ -7,14 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.quotas import CONCURRENT, OUTPUT_TOKENS, PROMPT_TOKENS, RATES, REQUESTS, Limits, Quota
+from services.router.quotas import (
+    CONCURRENT,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    RATES,
+    REQUESTS,
+    Quota,
+    TenantLimits,
+)
 
 
 @dataclass
 class Slow:
     """All rates are multiples of 60 a minute and all times whole seconds, so levels are integers."""
 
-    limits: Limits
+    limits: TenantLimits
     levels: dict[str, float] = field(default_factory=dict)
     now_s: int = 0
     running: int = 0
@@ -41,13 +49,14 @@ class Slow:
 
 
 RATE = st.one_of(st.just(math.inf), st.integers(1, 4).map(lambda each_s: 60.0 * each_s))
+LIMITS = st.builds(TenantLimits, RATE, RATE, RATE, st.sampled_from([math.inf, 1, 3]))
 ASKED = st.tuples(
     st.integers(0, 90), st.sampled_from(["enter", "prompt", "output", "leave"]), st.integers(1, 500)
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.builds(Limits, RATE, RATE, RATE, st.sampled_from([math.inf, 1, 3])), st.lists(ASKED, max_size=60))
+@given(LIMITS, st.lists(ASKED, max_size=60))
 def test_who_is_refused_by_which_limit_and_for_how_long(limits, asked):
     quota, slow, now_s = Quota(limits), Slow(limits), 0
     for after_s, what, tokens in asked:
@@ -80,14 +89,14 @@ def test_who_is_refused_by_which_limit_and_for_how_long(limits, asked):
 
 def test_a_router_enforces_its_share_and_lets_at_least_one_in(subtests):
     with subtests.test("concurrent requests"):
-        quota = Quota(Limits(concurrent_requests=5))
+        quota = Quota(TenantLimits(concurrent_requests=5))
         assert [quota.enter(0.0, share=0.5) for _ in range(2)] == [None, None]
         refused = quota.enter(0.0, share=0.5)
         assert (refused.limit, refused.allowed) == (CONCURRENT, 2)
-        alone = Quota(Limits(concurrent_requests=1))
+        alone = Quota(TenantLimits(concurrent_requests=1))
         assert alone.enter(0.0, share=0.1) is None and alone.enter(0.0, share=0.1) is not None
     with subtests.test("rates"):
-        quota = Quota(Limits(requests_per_minute=1))
+        quota = Quota(TenantLimits(requests_per_minute=1))
         assert quota.enter(0.0, share=0.25) is None
         assert quota.enter(0.0, share=0.25).retry_after_s == 240
         assert quota.enter(239.0, share=0.25).retry_after_s == pytest.approx(1)

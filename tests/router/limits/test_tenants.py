@@ -15,7 +15,7 @@ from router.request.test_generation import LosingCluster
 from services.router.callers import ANYBODY, Caller, calling
 from services.router.connections.rank_connections import DecodeRankLost
 from services.router.generation_service import GenerationService
-from services.router.quotas import LIMITS, Limits
+from services.router.quotas import LIMITS, TenantLimits
 from services.router.request.generation import Generator
 from services.router.tenants import OTHERS, Tenant, TenantCollector, Tenants, read_tenants
 from services.values.errors import (
@@ -35,7 +35,7 @@ def test_what_a_file_says_of_tenants(subtests):
         acme = {"weight": 0.5, **limits, "concurrent_requests": 9, "max_priority": 2, "cache_salt": "s"}
         assert read_tenants(json.dumps({"acme": acme, "labs": {}})) == {
             OTHERS: Tenant(OTHERS),
-            "acme": Tenant("acme", 0.5, Limits(6, 7, 8, 9), max_priority=2, cache_salt="\x1es"),
+            "acme": Tenant("acme", 0.5, TenantLimits(6, 7, 8, 9), max_priority=2, cache_salt="\x1es"),
             "labs": Tenant("labs"),
         }
         assert read_tenants('{"*": {"weight": 2}}') == {OTHERS: Tenant(OTHERS, 2.0)}

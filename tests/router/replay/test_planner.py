@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from services.router.replay.load import Load
+from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import (
     Fleet,
     Observation,
@@ -134,7 +134,7 @@ def test_speeds(subtests):
 
 def test_a_load_that_is_larger(subtests):
     requests = conversations(30, 1.0)
-    load = Load(Observation(FLEET, requests))
+    load = ReplayedLoad(Observation(FLEET, requests))
     with subtests.test("the load itself is what was seen"):
         same = load.times(1.0, 1)
         assert same.sources == list(range(len(requests))) and len(same.warm) == 1  # what all have in common
@@ -164,7 +164,7 @@ def test_a_load_that_is_larger(subtests):
         late = [
             replace(seen, ttft_s=0.0, is_over=False) if n >= 55 else seen for n, seen in enumerate(requests)
         ]
-        now = Load(Observation(FLEET, late)).times(1.0, 1, from_now=True)
+        now = ReplayedLoad(Observation(FLEET, late)).times(1.0, 1, from_now=True)
         assert now.waiting == 5 and now.sources == [*range(55, 60), *range(60)]
         waiting, known = now.requests[:5], {block for request in now.requests[5:] for block in request.blocks}
         for request in waiting:

@@ -24,7 +24,7 @@ from services.kv.tiers.slot_spans import most_parts
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget
 from services.observe.log_lines import event
-from services.tier.copies import Clock, HostStaging, LoadEnd, NoSlots, Slots, Staging
+from services.tier.copies import Clock, HostStaging, LoadEnd, NoSlots, Staging, TierSlots
 from services.tier.shared import SharedFiles, name_of
 from services.tier.slab import (
     FileCalls,
@@ -139,7 +139,11 @@ def open_tiers(
         shared = _others_files(settings, slabs, in_files, shape)
         staging = _staging(runner, pool.slot_bytes)
         opened.pop_all()
-    to_read: list[Slots] = [*slabs, *(NoSlots() for _ in absent), *([shared] if shared is not None else [])]
+    to_read: list[TierSlots] = [
+        *slabs,
+        *(NoSlots() for _ in absent),
+        *([shared] if shared is not None else []),
+    ]
     tiering = Tiering(
         books,
         lambda done: TierThread(to_read, staging, done),

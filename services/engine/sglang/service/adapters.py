@@ -29,13 +29,13 @@ USUAL_RANK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ReadAdapter:
+class FoundAdapter:
     adapter: Adapter
     directory: Path
     layers: Mapping[str, LoraLayer]
 
 
-def read_adapter(name: str, directory: Path) -> ReadAdapter:
+def read_adapter(name: str, directory: Path) -> FoundAdapter:
     """Raise ConfigError where it is damaged, or of a kind that is not served, Unavailable where it cannot be
     read now."""
     try:
@@ -43,7 +43,7 @@ def read_adapter(name: str, directory: Path) -> ReadAdapter:
             config, content = config_of((directory / CONFIG).read_bytes()), (directory / WEIGHTS).read_bytes()
         layers = lora_layers(config, _shapes(content))
         _require_one_scale(config, layers.values())
-        return ReadAdapter(Adapter(name, digest_of(layers, content)), directory.resolve(), layers)
+        return FoundAdapter(Adapter(name, digest_of(layers, content)), directory.resolve(), layers)
     except (ConfigError, InvalidRequest) as error:
         raise ConfigError(f"adapter {name} of {directory}: {error}") from error
 
@@ -74,10 +74,10 @@ class SchedulerLoader:
         self._worker = worker
         self._dp_rank = dp_rank
 
-    def read(self, name: str, directory: Path) -> ReadAdapter:
+    def read(self, name: str, directory: Path) -> FoundAdapter:
         return read_adapter(name, directory)
 
-    async def put(self, read: ReadAdapter) -> None:
+    async def put(self, read: FoundAdapter) -> None:
         adapter = read.adapter
         order = LoadAdapter(secrets.token_hex(8), lora_id(adapter), adapter.name, str(read.directory))
         await self._worker.change(self._dp_rank, order)

@@ -52,7 +52,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class CheckTrial:
     together: Mapping[str, Cut]
     again: Cut
     step_after_border: int
@@ -62,7 +62,7 @@ class Trial:
         return self.again.start
 
 
-def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
+def plan_trial(page_size: int, window: int, most_tokens: int) -> CheckTrial:
     """Plan for the longest `window`.
 
     Tokens take time, so with a window longer than `most_tokens` the sequence `a` stays inside it.
@@ -77,7 +77,7 @@ def plan_trial(page_size: int, window: int, most_tokens: int) -> Trial:
         "first": Cut((40,)),
         "second": Cut((17, 1, 1), first_step=1),
     }
-    return Trial(together, Cut((2, 64, 1, rest + 2), start=border), len(before))
+    return CheckTrial(together, Cut((2, 64, 1, rest + 2), start=border), len(before))
 
 
 # The logits after a token may differ by so much: the root mean square error relative to theirs. A
