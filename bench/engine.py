@@ -245,7 +245,7 @@ def prefill_rows(runner: TorchRunner, model: PreTrainedModel, plan: Plan, rng: r
 
 
 def prefill(runner: TorchRunner, prompt: Sequence[int], pages: list[PageId], chunk_size: int) -> int:
-    """The first token after `prompt`."""
+    """Return the first token after `prompt`."""
     for start in range(0, len(prompt), chunk_size):
         part = prompt[start : start + chunk_size]
         last = start + len(part) == len(prompt)

@@ -287,7 +287,7 @@ class _Gains:
 
 
 def _layer(name: str) -> int:
-    """-1 for what is of no layer."""
+    """Return -1 for what is of no layer."""
     _, found, rest = name.partition("layers.")
     return int(rest.split(".")[0]) if found and rest.split(".")[0].isdigit() else -1
 

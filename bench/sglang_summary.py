@@ -101,7 +101,7 @@ def ratios(ours: Row, theirs: Row) -> Row:
 
 
 def nested(rows: Mapping[str, Row]) -> Row:
-    """SYSTEM/POLICY as two levels of keys."""
+    """Return SYSTEM/POLICY as two levels of keys."""
     levels: dict[str, object] = {}
     for name, row in rows.items():
         system, _, policy = name.partition("/")
@@ -115,7 +115,7 @@ def nested(rows: Mapping[str, Row]) -> Row:
 
 
 def table_rows(rows: Mapping[str, Row]) -> list[Row]:
-    """One per system, for a person."""
+    """Return one line per system, for a person."""
     return [{"system": name, **{key: row[key] for key in _SHOWN}} for name, row in rows.items()]
 
 

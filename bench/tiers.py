@@ -126,7 +126,7 @@ class ThrottledConfig(EngineConfig):
 
 @dataclass
 class Side:
-    """A rank, and what it answered."""
+    """It is a rank, and what that answered."""
 
     settings: EngineConfig
     index: int = 0

@@ -107,7 +107,7 @@ def other_process(pool_bytes: int, device: torch.device) -> Iterator[Remote]:
 
 
 class RawNixl:
-    """One descriptor over contiguous memory."""
+    """It posts one descriptor over contiguous memory."""
 
     def __init__(self, pool: Pool, remote: Remote, size_bytes: int) -> None:
         self._agent = open_agent("bench-raw", _WRITES)
@@ -139,7 +139,7 @@ class Delta:
     targets: list[PageId]
 
     def write(self, transport: NixlTransport, peer: PeerName, page_bytes: int) -> int:
-        """Returns the number of descriptors."""
+        """Return the number of descriptors."""
         prompt_len = len(self.sources) * PAGE_SIZE
         ticket = KvTicket(
             TransferId(1), Generation(1), prompt_len, 0, runs_of(self.targets), write_until_s=0.0

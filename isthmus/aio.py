@@ -96,7 +96,7 @@ class AsyncStream(BaseStream):
 
 
 class AsyncConversation(BaseConversation[AsyncStream]):
-    """A conversation over an AsyncClient; the client's `conversation` makes it."""
+    """An AsyncClient's `conversation` makes this object."""
 
     async def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
         """Send the text, or without one the results of tools given since, and return the answer.
@@ -135,8 +135,9 @@ class AsyncConversation(BaseConversation[AsyncStream]):
 
 
 class AsyncClient(BaseClient[AsyncStream, AsyncConversation]):
-    """A client of a router; BaseClient documents its settings. Tasks may share it. `close` it, or use it in
-    an `async with`.
+    """This is a client of a router; BaseClient documents its settings.
+
+    Tasks may share it. `close` it, or use it in an `async with`.
     """
 
     _stream_type, _conversation_type = AsyncStream, AsyncConversation

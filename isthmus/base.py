@@ -197,7 +197,7 @@ ConversationT_co = TypeVar("ConversationT_co", bound=BaseConversation[Any], cova
 
 
 class BaseClient(Generic[StreamT_co, ConversationT_co]):
-    """A client of a router.
+    """This is what both clients of a router have in common.
 
     Unavailable and Overloaded are retried, as `retries` says, if no piece of an answer has come. Every failed
     call raises an IsthmusError.

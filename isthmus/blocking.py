@@ -75,7 +75,7 @@ class Stream(BaseStream):
 
 
 class Conversation(BaseConversation[Stream]):
-    """A conversation over a Client; the client's `conversation` makes it."""
+    """A Client's `conversation` makes this object."""
 
     def say(self, text: str | None = None, **options: Unpack[Options]) -> Answer:
         """Send the text, or without one the results of tools given since, and return the answer.
@@ -122,8 +122,9 @@ class Conversation(BaseConversation[Stream]):
 
 
 class Client(BaseClient[Stream, Conversation]):
-    """A client of a router; BaseClient documents its settings. Threads may share it. `close` it, or use it in
-    a `with`.
+    """This is a client of a router; BaseClient documents its settings.
+
+    Threads may share it. `close` it, or use it in a `with`.
     """
 
     _stream_type, _conversation_type = Stream, Conversation

@@ -33,7 +33,7 @@ Channel = TypeVar("Channel")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files for TLS.
+    """The files are PEM.
 
     Without `ca` the system's authorities are trusted. `cert` and `key` are for a router that wants a client
     certificate. `server_name` is the name in the router's certificate, if that is not the host in the target.
@@ -55,8 +55,9 @@ def _bytes(path: str | os.PathLike[str] | None) -> bytes | None:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router's gRPC API at `target`, HOST:PORT. Raises InvalidRequest for a URL, and for a key that no
-    header can contain.
+    """A router has its gRPC API at `target`, HOST:PORT.
+
+    Raises InvalidRequest for a URL, and for a key that no header can contain.
     """
 
     target: str

@@ -9,7 +9,7 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"  # This is gRPC's name for the delay be
 
 
 class IsthmusError(Exception):
-    """The base class of all errors of this package.
+    """All errors of this package derive from this class.
 
     `code` is gRPC's status, or None if no call failed. `retry_after_s` is the delay that the router
     requested, or None.

@@ -55,7 +55,7 @@ class Balancer(Protocol):
 
 @dataclass
 class Clients:
-    """Connections to every life of a router, shared by all clients."""
+    """All clients share connections to every life of a router."""
 
     balancer: Balancer
     _channels: dict[Router, grpc.aio.Channel] = field(default_factory=dict)

@@ -302,7 +302,7 @@ class Processes:
         return []
 
     def _of_ranks_in_etcd(self) -> list[str]:
-        """Keys and leases. Those of routers, for pins and probes, are meant to last longer."""
+        """Return keys and leases. Those of routers, for pins and probes, are meant to last longer."""
         keys = self._etcdctl("get", "/isthmus/", "--prefix", "--keys-only")
         leases = [
             self._etcdctl("lease", "timetolive", line)[0]
@@ -316,7 +316,7 @@ class Processes:
         ]
 
     def _etcdctl(self, *arguments: str) -> list[str]:
-        """Lines of its output."""
+        """Return the lines of its output."""
         etcdctl = str(etcd_binary().with_name("etcdctl"))
         command = [etcdctl, "--endpoints", ",".join(self.nodes.endpoints), *arguments]
         return run(command, check=True, capture_output=True, text=True, timeout=30).stdout.splitlines()

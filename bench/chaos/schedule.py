@@ -134,7 +134,7 @@ def _lasts_s(rng: random.Random, kind: Kind, target: Target) -> float:
 
 
 def _spared(rng: random.Random, layout: Layout) -> frozenset[str]:
-    """A rank of each role, its supervisor, and a router."""
+    """Return a rank of each role, its supervisor, and a router."""
     prefill = f"prefill-{rng.randrange(layout.prefill_workers)}"
     decode = f"decode-{rng.randrange(layout.decode_workers)}"
     ranks = (

@@ -100,7 +100,7 @@ async def _client(
 
 
 def _pause_s(workload: Workload, conversation: Conversation, answers: list[TokenIds]) -> float:
-    """The same on both sides."""
+    """It is the same on both sides."""
     return random.Random(f"{conversation.name}/{len(answers)}").uniform(0, workload.pause_s)
 
 

@@ -122,7 +122,7 @@ def _gaps_s(run: Run) -> list[float]:
 
 
 def _over(numerator: object, denominator: object) -> float:
-    """1 where both are 0."""
+    """It is 1 where both are 0."""
     top, bottom = number(numerator), number(denominator)
     if bottom == 0:
         return 1.0 if top == 0 else math.inf

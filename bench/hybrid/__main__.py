@@ -46,7 +46,7 @@ _MAX_RUNNING = 64
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The workloads, and memory for them."""
+    """It sizes the workloads, and the memory for them."""
 
     context: int  # tokens of a document
     page_size: int

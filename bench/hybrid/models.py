@@ -10,7 +10,7 @@ _FAKE_TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One group beside attention. `group.unit_bytes` of a window are a page's."""
+    """The model has one group beside attention. `group.unit_bytes` of a window are a page's."""
 
     name: str
     group: KvGroup

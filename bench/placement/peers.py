@@ -70,7 +70,7 @@ class Standing:
 
 
 class Rule(Protocol):
-    """Chooses one rank of a role."""
+    """It chooses one rank of a role."""
 
     remembered: int  # blocks a rank that were sent there; 0: the ranks' events tell what they hold
 

@@ -97,7 +97,7 @@ class Prompts:
         return array("I", self._rng.choices(range(1, VOCAB_SIZE), k=count))
 
     def next(self) -> tuple[int, "array[int]"]:
-        """The conversation's number, and the prompt."""
+        """Return the conversation's number, and the prompt."""
         in_turn = self._num_given % len(self._known)
         self._num_given += 1
         number = in_turn if self._warms else self._rng.randrange(len(self._known))

@@ -99,7 +99,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Spent:
-    """Nanoseconds of each decision."""
+    """Return the nanoseconds of each decision."""
 
     hash: list[int] = field(default_factory=list)
     match: list[int] = field(default_factory=list)
@@ -295,7 +295,7 @@ def _decide(router: _Router, spent: _Spent, matched_ns: Callable[[], int] = lamb
 
 
 def _refuse(router: _Router) -> list[int]:
-    """Nanoseconds of each refusal."""
+    """Return the nanoseconds of each refusal."""
     router.fill()
     rng, spent = random.Random(2), list[int]()
     for _ in range(_REFUSALS):
@@ -311,7 +311,7 @@ def _refuse(router: _Router) -> list[int]:
 
 
 def _percentiles(name: str, spent_ns: Sequence[int]) -> Row:
-    """Microseconds."""
+    """All times are in microseconds."""
     p50, p99 = np.percentile(spent_ns, (50, 99)) / 1e3
     return {f"{name} p50": float(p50), f"{name} p99": float(p99)}
 

@@ -66,7 +66,7 @@ class Grid:
     bare: bool = False  # ask the router that does nothing, too
 
     def asked(self, address: Mapping[str, str]) -> list[Asked]:
-        """`address` by front."""
+        """`address` is by front."""
         return [
             Asked(front, address[front], streams, prompt, answer, self.seconds, seed=index)
             for front in self.fronts
@@ -124,7 +124,7 @@ async def _direct(grid: Grid, cluster: LocalCluster) -> list[Asked]:
 
 
 def _spent(cluster: LocalCluster) -> Spent:
-    """Several routers' together."""
+    """Return the sums over several routers."""
 
     def spent() -> dict[str, float]:
         took_s: dict[str, float] = {}

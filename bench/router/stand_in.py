@@ -38,7 +38,7 @@ _NOTHING_S = 3600.0
 
 
 class StandIn(decode_pb2_grpc.DecodeServicer):
-    """One rank."""
+    """It stands in for one rank."""
 
     def __init__(self, step_s: float, num_pages: int) -> None:
         self._step_s = step_s

@@ -21,7 +21,7 @@ class Corpus:
     begins: list[int]  # of each of its tokens, in characters
 
     def piece(self, rng: random.Random, num_tokens: int) -> str:
-        """Some text of about so many tokens."""
+        """Return some text of about so many tokens."""
         first = rng.randrange(len(self.begins) - num_tokens)
         return self.text[self.begins[first] : self.begins[first + num_tokens]]
 

@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All conversations at once."""
+    """All conversations run at once."""
 
     answers: list[Answer]
     batch: int

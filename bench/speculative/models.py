@@ -41,7 +41,7 @@ TARGET, DRAFT = Shape(8, 512, 8, 4), Shape(1, 64, 4, 2)
 
 
 def circles(seed: int) -> list[list[int]]:
-    """All ids but the special ones, each once."""
+    """Return all ids but the special ones, each once."""
     ids = list(range(FIRST_ID, VOCAB_SIZE))
     random.Random(seed).shuffle(ids)
     return [ids[start : start + CIRCLE] for start in range(0, len(ids), CIRCLE)]

@@ -19,7 +19,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt's ids; `max_context_tokens` counts prompt and output together."""
+    """`max_context_tokens` counts prompt and output together."""
 
     token_ids: tuple[int, ...]
     max_context_tokens: int

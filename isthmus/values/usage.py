@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class RankId:
-    """One incarnation of a rank."""
+    """It names one incarnation of a rank."""
 
     worker: str
     rank: int
@@ -18,7 +18,7 @@ class RankId:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens and bytes.
+    """These are numbers of tokens and bytes.
 
     prompt_tokens = reused_tokens + computed_tokens. Under plan remote it also is decode_prefix_len, which the
     decode rank held, plus delta_tokens, which were transferred.
@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Seconds until the first token, by stage; first_token_s is the sum of the others."""
+    """The stages before the first token took these seconds; first_token_s is the sum of the others."""
 
     tokenize_s: float = 0.0
     route_s: float = 0.0
@@ -80,7 +80,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over a request's placements."""
+    """These are sums over a request's placements."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

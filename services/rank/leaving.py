@@ -69,7 +69,7 @@ class Leaving:
         *,
         moves: bool = False,
     ) -> None:
-        """`moves`: running requests go on at other ranks, where one holds as much as this one does."""
+        """`moves` has running requests go on at other ranks, where one holds as much as this one does."""
         self.metrics = metrics
         self._moves = moves
         self._hands_over = hands_over

@@ -16,7 +16,7 @@ from services.values.rank import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(ClusterConfig):
-    """Settings of a router."""
+    """These settings are those of a router."""
 
     model: str = setting(help=f"{MODEL_HELP}; its weights are not needed")
     name: str = setting("", "name of this router, unique in the cluster; default: a random one")

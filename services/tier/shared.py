@@ -129,12 +129,12 @@ class SharedFiles:
                     log.warning("kv_tier_shared_fails where=%s why=%s", path, error.strerror)
 
     def read(self, slot: int, buffer: memoryview) -> None:
-        """Raises SlotGone and OSError."""
+        """Read the slot into the buffer. Raises SlotGone and OSError."""
         file = self._file_of(slot)
         file.slab.read(slot - file.first_slot, buffer)
 
     def read_ahead(self, slot: int) -> None:
-        """Raises SlotGone and OSError."""
+        """Have the kernel read the slot. Raises SlotGone and OSError."""
         file = self._file_of(slot)
         file.slab.read_ahead(slot - file.first_slot)
 

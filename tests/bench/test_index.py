@@ -1,4 +1,4 @@
-"""What bench.index measures with, and that it still fits to what it measures."""
+"""These tests show what bench.index measures with, and that it still fits to what it measures."""
 
 import asyncio
 import time

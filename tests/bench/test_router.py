@@ -1,4 +1,4 @@
-"""What bench.router makes of its measurements, and that its decisions still run."""
+"""These tests show what bench.router makes of its measurements, and that its decisions still run."""
 
 import pytest
 

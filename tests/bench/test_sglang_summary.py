@@ -1,4 +1,4 @@
-"""What bench.sglang makes of its turns."""
+"""These tests show what bench.sglang makes of its turns."""
 
 import pytest
 

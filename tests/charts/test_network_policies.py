@@ -1,4 +1,4 @@
-"""Who may talk to whom."""
+"""These tests show who may talk to whom."""
 
 import pytest
 

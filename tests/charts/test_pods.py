@@ -1,4 +1,5 @@
-"""What a pod promises its cluster: probes, an orderly end, no privileges, room; its image and its model."""
+"""These tests show what a pod promises its cluster: probes, an orderly end, no privileges, room; its image
+and its model."""
 
 import kubernetes_validate
 import pytest

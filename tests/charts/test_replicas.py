@@ -1,4 +1,4 @@
-"""How many pods there are, where they stand and how they are replaced."""
+"""These tests show how many pods there are, where they stand and how they are replaced."""
 
 import kubernetes_validate
 import pytest

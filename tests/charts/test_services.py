@@ -1,4 +1,4 @@
-"""How clients and scrapers come in: Services, Ingress and Gateway."""
+"""These tests show how clients and scrapers come in: Services, Ingress and Gateway."""
 
 from charts.rendering import COMPONENT, LEAST, RELEASE, merged, render, rendered
 

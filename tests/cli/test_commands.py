@@ -1,4 +1,5 @@
-"""What the command `isthmus` answers where it cannot do what it is asked: a sentence and an exit code."""
+"""These tests show what the command `isthmus` answers where it cannot do what it is asked: a sentence and an
+exit code."""
 
 import io
 import os

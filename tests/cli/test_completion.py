@@ -1,4 +1,4 @@
-"""What a shell offers. bash is asked itself; zsh's and fish's scripts are read."""
+"""These tests show what a shell offers. bash is asked itself; zsh's and fish's scripts are read."""
 
 import subprocess
 from dataclasses import dataclass

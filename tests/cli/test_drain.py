@@ -1,4 +1,4 @@
-"""Which ranks `isthmus drain` means, and what it says of those that it cannot reach."""
+"""These tests show which ranks `isthmus drain` means, and what it says of those that it cannot reach."""
 
 import pytest
 

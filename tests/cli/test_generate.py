@@ -1,4 +1,4 @@
-"""What `isthmus generate` asks for, and what --usage says at the end."""
+"""These tests show what `isthmus generate` asks for, and what --usage says at the end."""
 
 from services.cli.generate import GenerateConfig, _print_usage, _request
 from services.wire.isthmus.v1 import common_pb2, generation_pb2

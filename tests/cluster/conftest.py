@@ -33,7 +33,7 @@ def first_prefill_looks_cheaper(monkeypatch):
 
 @pytest.fixture
 def refusing(monkeypatch):
-    """How many tickets were refused, by generation of the prefill ranks that refuse every one."""
+    """Return how many tickets were refused, by generation of the prefill ranks that refuse every one."""
     generations, check_ticket = {}, transfers.check_ticket
 
     def check(ticket, prompt_len, layout, memory, own_generation):

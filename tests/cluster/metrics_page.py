@@ -1,4 +1,4 @@
-"""What a process in the test's cluster shows Prometheus."""
+"""This module has what a process in the test's cluster shows Prometheus."""
 
 import asyncio
 import urllib.request
@@ -31,7 +31,7 @@ def value(found, name, **labels):
 
 
 async def moves(cluster, *kinds):
-    """How often requests of any router left a rank."""
+    """Return how often requests of any router left a rank."""
     pages = [await samples(router, cluster) for router in cluster.routers]
     moved = [
         sample for found in pages for sample in found.values() if sample.name == "isthmus_request_moves_total"

@@ -1,4 +1,5 @@
-"""What a router, a decode rank and a prefill rank of a FakeCluster hold for requests and for each other."""
+"""This module has what a router, a decode rank and a prefill rank of a FakeCluster hold for requests and for
+each other."""
 
 
 class Ranks:
@@ -28,7 +29,7 @@ class Ranks:
         return {name: number for name, number in held.items() if number}
 
     def ties(self):
-        """How many peers each side thinks it has."""
+        """Return how many peers each side thinks it has."""
         links = self.decode._links
         return {
             "decode's links": len(links._links) + len(links._retired),

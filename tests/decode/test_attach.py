@@ -1,4 +1,4 @@
-"""What one router's stream makes of what an engine yields and tells."""
+"""These tests show what one router's stream makes of what an engine yields and tells."""
 
 import asyncio
 from contextlib import aclosing, asynccontextmanager

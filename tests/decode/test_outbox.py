@@ -1,4 +1,4 @@
-"""What one message to a router holds."""
+"""These tests show what one message to a router holds."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""When somebody who waits is told that nothing comes."""
+"""These tests show when somebody who waits is told that nothing comes."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""What services/engine/base.py promises, over every engine: fake, torch and real SGLang, memcpy and NIXL.
+"""These tests show what services/engine/base.py promises, over every engine: fake, torch and real SGLang,
+memcpy and NIXL.
 
 Each engine comes with its oracle: the fake's own function, or what transformers generates. SGLang takes
 a minute to start, so that one pair of it serves all tests here (`make test-sglang`). It is excused from:

@@ -1,4 +1,4 @@
-"""How much ranks take, reckoned beforehand."""
+"""These tests show how much ranks take, reckoned beforehand."""
 
 import json
 from dataclasses import replace

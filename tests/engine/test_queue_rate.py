@@ -1,4 +1,4 @@
-"""How fast a queue gets shorter, beside a count over all that happened."""
+"""These tests show how fast a queue gets shorter, beside a count over all that happened."""
 
 import pytest
 from hypothesis import given

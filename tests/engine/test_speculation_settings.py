@@ -1,4 +1,4 @@
-"""Who drafts, by what an operator says; and that it does, from the flag to the tokens."""
+"""These tests show who drafts, by what an operator says; and that it does, from the flag to the tokens."""
 
 from dataclasses import replace
 

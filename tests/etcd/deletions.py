@@ -1,4 +1,5 @@
-"""What an operator deletes by hand, or etcd itself: our services delete in transactions alone."""
+"""This module has what an operator deletes by hand, or etcd itself: our services delete in transactions
+alone."""
 
 from services.etcd.connection import Method
 from services.etcd.etcd_client import Etcd, prefix_end

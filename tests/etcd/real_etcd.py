@@ -1,4 +1,4 @@
-"""What the tests against a real etcd share."""
+"""This module has what the tests against a real etcd share."""
 
 import asyncio
 import random

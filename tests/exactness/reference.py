@@ -1,4 +1,4 @@
-"""What transformers itself generates, greedily, and how to compare with it.
+"""This module has what transformers itself generates, greedily, and how to compare with it.
 
 An answer is judged by *teacher forcing*: one forward pass of transformers over the prompt and our answer
 tells what it would have chosen after each token of ours. That takes a fifth to a thirtieth of what generating
@@ -105,7 +105,7 @@ def forced_logits(
 
 
 def forced_gaps(logits: torch.Tensor, token_ids: Sequence[int]) -> list[float]:
-    """How far below the best logit each token's is, in standard deviations of its row."""
+    """Return how far below the best logit each token's is, in standard deviations of its row."""
     chosen = logits.gather(1, torch.tensor(token_ids)[:, None])[:, 0]
     gaps: list[float] = ((logits.max(-1).values - chosen) / logits.std(-1)).tolist()
     return gaps
@@ -137,7 +137,8 @@ def _half_precision_bound(
     token_ids: Sequence[int],
     dtype: torch.dtype,
 ) -> float:
-    """How far below the best logit of float32 a token may be that is best in `dtype`, in standard deviations.
+    """Return how far below the best logit of float32 a token may be that is best in `dtype`, in standard
+    deviations.
 
     The logits of transformers' own backends in `dtype` are off those of float32 by up to some distance on
     this very text. Two logits that far off, one up and one down, change places across twice of it.

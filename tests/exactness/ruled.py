@@ -1,4 +1,5 @@
-"""What transformers generates greedily under biases and bans, a whole forward pass for each token."""
+"""This module has what transformers generates greedily under biases and bans, a whole forward pass for each
+token."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

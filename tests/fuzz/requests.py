@@ -1,4 +1,5 @@
-"""What a round of the fuzz asks: turns and branches of a tree of conversations, sampled in every way."""
+"""This module has what a round of the fuzz asks: turns and branches of a tree of conversations, sampled in
+every way."""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What cluster a round of the fuzz runs on."""
+"""This module decides what cluster a round of the fuzz runs on."""
 
 import random
 from dataclasses import dataclass, replace

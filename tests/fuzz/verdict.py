@@ -1,4 +1,4 @@
-"""Whether an answer is right, by the logits that transformers has for it. Pure."""
+"""This module tells whether an answer is right, by the logits that transformers has for it. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ class Text:
     logits: Floats
 
     def ends(self, token_id: int, num_tokens: int) -> bool:
-        """Whether a token that came as so-manieth stops the answer."""
+        """Tell whether a token that came as so-manieth stops the answer."""
         ending = token_id in self.sampling.stop_token_ids or (
             not self.sampling.ignore_eos and token_id in self.eos_token_ids
         )

@@ -21,7 +21,7 @@ def make_runner(device, architecture="llama", page_size=16, num_tokens=4096):
 
 
 def near_ties(architecture, sequences):
-    """How many sequences part from transformers at a near tie; any other difference fails."""
+    """Return how many sequences part from transformers at a near tie; any other difference fails."""
     return sum(
         count_near_ties(
             reference_generation(tiny_checkpoint(architecture), tuple(own.ids[: own.prompt_len]), NUM_TOKENS),

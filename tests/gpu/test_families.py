@@ -35,7 +35,7 @@ def assert_replayed(device, family, runner):
 
 
 def near_ties(directory, sequence):
-    """How many tokens part from transformers at a near tie; any other difference fails."""
+    """Return how many tokens part from transformers at a near tie; any other difference fails."""
     prompt = tuple(sequence.ids[: sequence.prompt_len])
     output = sequence.output_ids[:NUM_TOKENS]
     return count_near_ties(reference_generation(directory, prompt, NUM_TOKENS), output)

@@ -1,4 +1,5 @@
-"""What attends on the device: torch's flash attention for prompts, our Triton kernels for single tokens."""
+"""These tests show what attends on the device: torch's flash attention for prompts, our Triton kernels for
+single tokens."""
 
 import pytest
 import torch

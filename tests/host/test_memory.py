@@ -1,4 +1,4 @@
-"""What is left of memory."""
+"""These tests show what is left of memory."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What a registration carries through etcd."""
+"""These tests show what a registration carries through etcd."""
 
 from dataclasses import replace
 

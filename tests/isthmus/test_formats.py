@@ -1,4 +1,4 @@
-"""What an answer must be, and what it is then."""
+"""These tests show what an answer must be, and what it is then."""
 
 import json
 

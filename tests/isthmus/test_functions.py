@@ -14,7 +14,7 @@ def weather(
     days: list[int] | None = None,
     more: dict[str, Any] | None = None,
 ) -> str:
-    """How warm it is.
+    """Return how warm it is.
 
     In a city.
     """

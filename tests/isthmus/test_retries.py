@@ -1,4 +1,4 @@
-"""When a failed call is tried again, and how long after."""
+"""These tests show when a failed call is tried again, and how long after."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""What is sampled, and which pages differ, against what is said of them by hand."""
+"""These tests show what is sampled, and which pages differ, against what is said of them by hand."""
 
 from hypothesis import given
 from hypothesis import strategies as st

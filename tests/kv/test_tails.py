@@ -1,4 +1,4 @@
-"""What is carried to a position, against a walk over all tokens."""
+"""These tests show what is carried to a position, against a walk over all tokens."""
 
 import pytest
 from hypothesis import given

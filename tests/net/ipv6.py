@@ -1,4 +1,4 @@
-"""Whether this machine can be spoken to over IPv6."""
+"""This module tells whether this machine can be spoken to over IPv6."""
 
 import socket
 

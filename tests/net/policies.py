@@ -1,4 +1,4 @@
-"""Whether a test may choose how threads take turns."""
+"""This module tells whether a test may choose how threads take turns."""
 
 import os
 import threading

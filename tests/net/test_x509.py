@@ -1,4 +1,4 @@
-"""What certificates say of when they begin and end."""
+"""These tests show what certificates say of when they begin and end."""
 
 import base64
 import ssl

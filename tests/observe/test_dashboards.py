@@ -1,4 +1,4 @@
-"""What can be said of dashboards and alerts without Prometheus and Grafana."""
+"""These tests show what can be said of dashboards and alerts without Prometheus and Grafana."""
 
 import re
 

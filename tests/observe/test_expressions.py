@@ -1,4 +1,4 @@
-"""What a panel's expression comes to, asked of promtool with series that are made up."""
+"""These tests show what a panel's expression comes to, asked of promtool with series that are made up."""
 
 import os
 import shutil

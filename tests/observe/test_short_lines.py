@@ -1,4 +1,4 @@
-"""What a person at a terminal reads of a log line."""
+"""These tests show what a person at a terminal reads of a log line."""
 
 import io
 

@@ -140,5 +140,5 @@ def for_long(route):
 
 
 def sideways(person):
-    """Whether anything is wider than the window."""
+    """Tell whether anything is wider than the window."""
     return person.script("document.documentElement.scrollWidth > innerWidth")

@@ -1,4 +1,4 @@
-"""What the cluster does with it, as the page shows it."""
+"""These tests show what the cluster does with it, as the page shows it."""
 
 import re
 

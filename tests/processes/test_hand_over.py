@@ -37,7 +37,7 @@ async def command(cluster, *arguments):
 
 
 async def told(cluster, name):
-    """How far the rank is with its hand-over."""
+    """Return how far the rank is with its hand-over."""
     request = rank_pb2.DrainRequest(generation=await cluster.generation(name), wait_s=0, only_wait=True)
     async with channels.open_channel(cluster.rank(name).endpoint) as channel:
         return (await rank_pb2_grpc.RankStub(channel).Drain(request)).hand_over
@@ -56,7 +56,7 @@ async def begun(cluster, name):
 
 
 async def known(cluster, ids):
-    """Whether a router has read in the index that a rank in service holds the prompt, but for a page."""
+    """Tell whether a router has read in the index that a rank in service holds the prompt, but for a page."""
     candidates = (await cluster.explain(ids)).candidates
     return any(not each.excluded and each.decode_hit_tokens > len(ids) - 12 for each in candidates)
 

@@ -1,4 +1,4 @@
-"""Whether a rank takes new requests: who is told, who is refused, and what undoes it."""
+"""These tests show whether a rank takes new requests: who is told, who is refused, and what undoes it."""
 
 import asyncio
 from pathlib import Path

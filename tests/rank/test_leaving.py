@@ -1,4 +1,4 @@
-"""What a rank that leaves offers to others, and when it stops."""
+"""These tests show what a rank that leaves offers to others, and when it stops."""
 
 import asyncio
 from types import SimpleNamespace

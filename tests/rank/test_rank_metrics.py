@@ -1,4 +1,4 @@
-"""How a rank's requests are counted."""
+"""These tests show how a rank's requests are counted."""
 
 import asyncio
 from types import SimpleNamespace

@@ -94,7 +94,8 @@ async def ask(stub, chat, max_tokens=ANSWER, constraint=None, said=None, **field
 
 
 def near_ties(directory, said, matcher=None):
-    """How many tokens are not transformers' choice, but within a near tie of it. Raises AssertionError."""
+    """Return how many tokens are not transformers' choice, but within a near tie of it. Raises
+    AssertionError."""
     assert said.token_ids
     logits, ties = forced_logits(directory, said.prompt_ids, said.token_ids), 0
     for at, (got, row) in enumerate(zip(said.token_ids, logits, strict=True)):

@@ -1,4 +1,4 @@
-"""What a request on SGLang is said to have cost; SGLang itself is a list of chunks."""
+"""These tests show what a request on SGLang is said to have cost; SGLang itself is a list of chunks."""
 
 from types import SimpleNamespace
 

@@ -87,7 +87,7 @@ def windowed(tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Whether SGLang is said to have window memory; how often it was asked."""
+    """Tell whether SGLang is said to have window memory; how often it was asked."""
     said = SimpleNamespace(has=True, times=0)
 
     async def has_window_memory(model_path, environment):

@@ -1,4 +1,5 @@
-"""What SGLang's own code says of its radix trees, in a process of its own: importing it takes its time."""
+"""These tests show what SGLang's own code says of its radix trees, in a process of its own: importing it
+takes its time."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a request is to SGLang, and what its answer says of the time it took."""
+"""These tests show what a request is to SGLang, and what its answer says of the time it took."""
 
 import asyncio
 

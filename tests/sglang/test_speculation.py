@@ -1,4 +1,5 @@
-"""What SGLang's own code says of speculation, in a process such as it starts: no algorithm runs on a CPU.
+"""These tests show what SGLang's own code says of speculation, in a process such as it starts: no algorithm
+runs on a CPU.
 
 Its names after aliases, the slots that a step keeps for drafts, and our manager over buffers as it lists them
 where it speculates.

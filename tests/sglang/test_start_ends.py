@@ -1,4 +1,5 @@
-"""How SGLang's start ends where it does; in its place is a process that does what a test wants."""
+"""These tests show how SGLang's start ends where it does; in its place is a process that does what a test
+wants."""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""What other ranks keep in their files, which they overwrite, lose and make anew meanwhile."""
+"""These tests show what other ranks keep in their files, which they overwrite, lose and make anew meanwhile.
+"""
 
 import os
 import shutil
@@ -97,7 +98,7 @@ class Neighbours(RuleBasedStateMachine):
             self.read(key, seen)
 
     def read(self, key, seen):
-        """Whether it came whole; then it is the key's, whatever has happened since the look."""
+        """Tell whether it came whole; then it is the key's, whatever has happened since the look."""
         buffer = memoryview(bytearray(256))
         try:
             self.shared.read(seen.slot, buffer)

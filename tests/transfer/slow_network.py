@@ -1,4 +1,4 @@
-"""What NIXL does over TCP, where a stopped peer keeps a write under way.
+"""This module has what NIXL does over TCP, where a stopped peer keeps a write under way.
 
 Run with UCX_TLS=tcp; prints what was seen.
 

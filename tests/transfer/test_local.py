@@ -1,4 +1,5 @@
-"""What only the local transport does: it knows processes, and resumes system calls cut short."""
+"""These tests show what only the local transport does: it knows processes, and resumes system calls cut
+short."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What NIXL is told, and what it tells: in a process of its own, for UCX reads its environment once."""
+"""These tests show what NIXL is told, and what it tells: in a process of its own, for UCX reads its
+environment once."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What is said of UCX's log in a process's environment, and what its operator has said himself."""
+"""These tests show what is said of UCX's log in a process's environment, and what its operator has said
+himself."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""By what KV crosses, from UCX's own tables; those over RDMA were not seen here, but made alike."""
+"""These tests show by what KV crosses, from UCX's own tables; those over RDMA were not seen here, but made
+alike."""
 
 from services.transfer.ucx_tables import UcxTables, kind_of
 from services.values.kv import KvPath, KvPathKind

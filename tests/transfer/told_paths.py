@@ -1,4 +1,5 @@
-"""What a NIXL transport tells of the way by which it has written to another process; prints it as JSON."""
+"""This module has what a NIXL transport tells of the way by which it has written to another process; prints
+it as JSON."""
 
 import ctypes
 import json

@@ -1,4 +1,4 @@
-"""What other languages' generators need of the protos."""
+"""These tests show what other languages' generators need of the protos."""
 
 from google.protobuf import descriptor_pb2
 

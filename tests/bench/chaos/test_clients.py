@@ -1,4 +1,4 @@
-"""What a client does when its router dies, with routers that play a script."""
+"""These tests show what a client does when its router dies, with routers that play a script."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which figures meet the goals, and that bytes are held against the formula."""
+"""These tests show which figures meet the goals, and that bytes are held against the formula."""
 
 from dataclasses import replace
 

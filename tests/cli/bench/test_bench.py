@@ -1,4 +1,4 @@
-"""What a whole run tells its shell."""
+"""These tests show what a whole run tells its shell."""
 
 import asyncio
 import os

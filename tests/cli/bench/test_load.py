@@ -1,4 +1,4 @@
-"""Who is sent when, and what becomes of it."""
+"""These tests show who is sent when, and what becomes of it."""
 
 import asyncio
 

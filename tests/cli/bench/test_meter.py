@@ -1,4 +1,4 @@
-"""What is counted, against the definitions of sglang.bench_serving written out."""
+"""These tests show what is counted, against the definitions of sglang.bench_serving written out."""
 
 import numpy as np
 import pytest

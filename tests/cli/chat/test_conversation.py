@@ -1,4 +1,4 @@
-"""What the next turn's request holds."""
+"""These tests show what the next turn's request holds."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""What is seen of an answer."""
+"""These tests show what is seen of an answer."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What is told of turns."""
+"""These tests show what is told of turns."""
 
 import pytest
 

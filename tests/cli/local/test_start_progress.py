@@ -1,4 +1,4 @@
-"""What `isthmus up` says at a terminal."""
+"""These tests show what `isthmus up` says at a terminal."""
 
 import io
 from pathlib import Path

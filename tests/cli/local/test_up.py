@@ -1,4 +1,4 @@
-"""What `isthmus up` says, and to whom."""
+"""These tests show what `isthmus up` says, and to whom."""
 
 import sys
 from types import SimpleNamespace

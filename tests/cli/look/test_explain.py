@@ -1,4 +1,4 @@
-"""What `isthmus explain` and `isthmus index` print."""
+"""These tests show what `isthmus explain` and `isthmus index` print."""
 
 from services.cli.look.explain import format_explanation
 from services.cli.look.index import format_answer

@@ -1,4 +1,4 @@
-"""What a router tells of a small cluster, for tests of what is made of it."""
+"""This module has what a router tells of a small cluster, for tests of what is made of it."""
 
 from services.wire.isthmus.v1 import common_pb2 as c
 from services.wire.isthmus.v1 import generation_pb2 as g

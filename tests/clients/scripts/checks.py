@@ -1,4 +1,4 @@
-"""What a client's script tries, one after the other: run in the client's own environment."""
+"""This module has what a client's script tries, one after the other: run in the client's own environment."""
 
 import os
 import sys

@@ -1,4 +1,5 @@
-"""What a client is told of its prompt's tokens: as the ranks compute it, once, wherever the request goes."""
+"""These tests show what a client is told of its prompt's tokens: as the ranks compute it, once, wherever the
+request goes."""
 
 import asyncio
 

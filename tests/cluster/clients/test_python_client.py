@@ -63,7 +63,7 @@ def a_chat(client):
 
 def tools(client):
     def weather(city: str, days: int = 1) -> str:
-        """How warm it is."""
+        """Return how warm it is."""
         return f"21 in {city}"
 
     conversation = client.conversation(tools=[weather], tool_choice="required", parallel_tool_calls=False)

@@ -97,7 +97,7 @@ async def degraded(cluster, reason):
 
 
 async def follows(cluster):
-    """Whether no router's gauge gives any reason."""
+    """Tell whether no router's gauge gives any reason."""
     return not any([any(await degraded(cluster, reason.value)) for reason in Degraded])
 
 

@@ -1,4 +1,4 @@
-"""What `isthmus demo` prints of a conversation."""
+"""These tests show what `isthmus demo` prints of a conversation."""
 
 import os
 import re

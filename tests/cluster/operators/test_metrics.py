@@ -1,4 +1,4 @@
-"""What routers and ranks show Prometheus of requests whose course is known."""
+"""These tests show what routers and ranks show Prometheus of requests whose course is known."""
 
 import asyncio
 from collections import defaultdict

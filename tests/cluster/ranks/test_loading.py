@@ -1,4 +1,4 @@
-"""What a worker's process shows while its model loads."""
+"""These tests show what a worker's process shows while its model loads."""
 
 import asyncio
 import urllib.request

@@ -1,4 +1,5 @@
-"""Where turns and prompts are placed, the whole way on loopback, the fake engine computing."""
+"""These tests show where turns and prompts are placed, the whole way on loopback, the fake engine computing.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Where ranks of a model with a state can go on, from their trees to a router's answer."""
+"""These tests show where ranks of a model with a state can go on, from their trees to a router's answer."""
 
 import asyncio
 

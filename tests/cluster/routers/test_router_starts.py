@@ -1,4 +1,4 @@
-"""When a router opens."""
+"""These tests show when a router opens."""
 
 import asyncio
 

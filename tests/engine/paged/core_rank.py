@@ -232,8 +232,8 @@ class Rank:
 
 
 class Guesses:
-    """Implements Drafting: of each sequence's next tokens, which `continuation` knows, as many as `lengths`
-    says, in turn; every one that `is_right` says no of is another token."""
+    """It implements Drafting: of each sequence's next tokens, which `continuation` knows, as many as
+    `lengths` says, in turn; every one that `is_right` says no of is another token."""
 
     def __init__(self, continuation, lengths, is_right=lambda seq, index: True):
         self._continuation, self._lengths, self._is_right = continuation, lengths, is_right

@@ -1,4 +1,4 @@
-"""Who drafts with a runner's draft model and nothing else, and what becomes of drafts."""
+"""This module has who drafts with a runner's draft model and nothing else, and what becomes of drafts."""
 
 from itertools import accumulate
 
@@ -18,14 +18,14 @@ def every_draft_pays(monkeypatch):
 
 
 def drafts_of(engine):
-    """How many were right, and how many were not or came behind one that was not."""
+    """Return how many were right, and how many were not or came behind one that was not."""
     counts = engine.load().drafts
     accepted = sum(each.accepted for each in counts)
     return accepted, sum(each.drafted for each in counts) - accepted
 
 
 class ModelDrafting:
-    """Implements Drafting: the same number of drafts always, as far as they may be."""
+    """It implements Drafting: the same number of drafts always, as far as they may be."""
 
     def __init__(self, runner, num_drafts=3):
         self._runner = runner

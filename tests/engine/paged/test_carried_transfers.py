@@ -1,4 +1,5 @@
-"""What is carried between two engines: checked, counted, asked for anew, cut off, and kept until it lands."""
+"""These tests show what is carried between two engines: checked, counted, asked for anew, cut off, and kept
+until it lands."""
 
 import asyncio
 import logging

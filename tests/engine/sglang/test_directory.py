@@ -1,4 +1,4 @@
-"""Who serves what at which endpoint: asking at the wrong one says so."""
+"""These tests show who serves what at which endpoint: asking at the wrong one says so."""
 
 from concurrent.futures import Future
 from functools import partial

@@ -1,4 +1,4 @@
-"""What SGLang's processes tell the service, over a real Unix socket."""
+"""These tests show what SGLang's processes tell the service, over a real Unix socket."""
 
 import asyncio
 import json

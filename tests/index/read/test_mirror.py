@@ -28,7 +28,7 @@ from services.values.rank import Generation, RankId, RankKey
 
 
 def wrote_all_kinds(rank: FakeRank) -> bool:
-    """How often it writes is up to the machine."""
+    """Return how often it writes is up to the machine."""
     publisher = rank.membership.publisher
     return publisher.snapshots_written > 2 and publisher.deltas_written > 4
 

@@ -1,4 +1,4 @@
-"""Which routers there are, by their probes."""
+"""These tests show which routers there are, by their probes."""
 
 from dataclasses import dataclass
 

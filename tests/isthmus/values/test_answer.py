@@ -1,4 +1,4 @@
-"""What responses come to."""
+"""These tests show what responses come to."""
 
 from isthmus.values.answer import Growing
 from services.wire.isthmus.v1.common_pb2 import FINISH_REASON_LENGTH, TokenLogprob, TokenLogprobs

@@ -1,4 +1,4 @@
-"""Where a sequence that computes keeps checkpoints."""
+"""These tests show where a sequence that computes keeps checkpoints."""
 
 import pytest
 from hypothesis import given

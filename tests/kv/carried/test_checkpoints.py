@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, found and evicted."""
+"""These tests show which checkpoints are kept, found and evicted."""
 
 from itertools import count
 

@@ -1,4 +1,4 @@
-"""Who is evicted next, against a look at all of them."""
+"""These tests show who is evicted next, against a look at all of them."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How blocks and checkpoints lie in slots."""
+"""These tests show how blocks and checkpoints lie in slots."""
 
 from hypothesis import given
 from hypothesis import strategies as st

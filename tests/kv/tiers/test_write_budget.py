@@ -1,4 +1,4 @@
-"""What a rank writes to files in any time, whatever is asked when."""
+"""These tests show what a rank writes to files in any time, whatever is asked when."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How long a prompt and its answer may become, by what the ranks say."""
+"""These tests show how long a prompt and its answer may become, by what the ranks say."""
 
 from router.cluster.fake_mirror import D0, D1, cluster_of, started, view
 from services.values.rank import Plan, Role

@@ -1,4 +1,4 @@
-"""Where a request for several answers is let in, and where its further answers go."""
+"""These tests show where a request for several answers is let in, and where its further answers go."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Who is let in by what he would wait, and where the ranks that are in time are taken."""
+"""These tests show who is let in by what he would wait, and where the ranks that are in time are taken."""
 
 import pytest
 

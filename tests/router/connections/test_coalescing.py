@@ -1,4 +1,4 @@
-"""When tokens wait for others of their request, and that none is lost or late by it."""
+"""These tests show when tokens wait for others of their request, and that none is lost or late by it."""
 
 import asyncio
 from unittest.mock import MagicMock

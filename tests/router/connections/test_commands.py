@@ -1,4 +1,4 @@
-"""What is written to a decode rank, of commands as they come."""
+"""These tests show what is written to a decode rank, of commands as they come."""
 
 import asyncio
 from itertools import pairwise

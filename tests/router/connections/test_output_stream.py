@@ -1,4 +1,4 @@
-"""What is read of one request when."""
+"""These tests show what is read of one request when."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Who asks, whom, and in which conversation: alike in all bodies."""
+"""These tests show who asks, whom, and in which conversation: alike in all bodies."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""What every dialect says of sampling in the same words."""
+"""These tests show what every dialect says of sampling in the same words."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""When the headers of a stream go out, and what is sent while there is nothing to tell."""
+"""These tests show when the headers of a stream go out, and what is sent while there is nothing to tell."""
 
 import asyncio
 import json

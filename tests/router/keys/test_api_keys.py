@@ -1,4 +1,4 @@
-"""Who may use a router: the file of keys, and the door of HTTP."""
+"""These tests show who may use a router: the file of keys, and the door of HTTP."""
 
 import hmac
 import os

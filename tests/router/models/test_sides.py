@@ -1,4 +1,4 @@
-"""Which model of an alias answers a conversation."""
+"""These tests show which model of an alias answers a conversation."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""Who is let in, by what he would wait; whether anybody is in time, against a look at all of them."""
+"""These tests show who is let in, by what he would wait; whether anybody is in time, against a look at all of
+them."""
 
 from collections import Counter
 from itertools import product

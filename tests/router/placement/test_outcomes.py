@@ -1,4 +1,4 @@
-"""What became of a placement, and what the next one makes of it."""
+"""These tests show what became of a placement, and what the next one makes of it."""
 
 from dataclasses import replace
 

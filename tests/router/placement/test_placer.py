@@ -1,4 +1,4 @@
-"""Where requests go that come at once, by one router or by two."""
+"""These tests show where requests go that come at once, by one router or by two."""
 
 from collections import Counter
 

@@ -1,4 +1,5 @@
-"""Whom a rank that computes may pull from: against the plainest way to say it, and what it changes."""
+"""These tests show whom a rank that computes may pull from: against the plainest way to say it, and what it
+changes."""
 
 from dataclasses import replace
 

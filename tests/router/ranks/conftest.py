@@ -1,4 +1,4 @@
-"""What a router knows of its ranks, under a clock of ours."""
+"""These fixtures have what a router knows of its ranks, under a clock of ours."""
 
 import pytest
 

@@ -54,7 +54,7 @@ def hashes(*numbers: int) -> list[BlockHash]:
 
 
 def predicted(balance, rank: RankKey, blocks) -> int:
-    """How many of them, from the first on, are guessed to be there."""
+    """Return how many of them, from the first on, are guessed to be there."""
     return balance.predictions.of(blocks, balance.clock()).depth(rank)
 
 

@@ -1,4 +1,4 @@
-"""What is in flight at which rank, and which ranks are well, under a clock of ours."""
+"""These tests show what is in flight at which rank, and which ranks are well, under a clock of ours."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What ranks will soon hold: case by case, and against a list of all guesses."""
+"""These tests show what ranks will soon hold: case by case, and against a list of all guesses."""
 
 from hypothesis import given
 from hypothesis import strategies as st

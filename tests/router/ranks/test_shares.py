@@ -1,4 +1,4 @@
-"""Which ranks are whose."""
+"""These tests show which ranks are whose."""
 
 import pytest
 from hypothesis import given

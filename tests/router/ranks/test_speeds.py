@@ -1,4 +1,4 @@
-"""How fast ranks compute and links carry, learned from what requests took."""
+"""These tests show how fast ranks compute and links carry, learned from what requests took."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a rank's word is worth."""
+"""These tests show what a rank's word is worth."""
 
 import pytest
 from hypothesis import given

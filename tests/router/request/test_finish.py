@@ -1,4 +1,5 @@
-"""What a request's last response says of it, wherever it has been: the identities of generation.proto."""
+"""These tests show what a request's last response says of it, wherever it has been: the identities of
+generation.proto."""
 
 import asyncio
 from dataclasses import dataclass

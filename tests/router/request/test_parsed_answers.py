@@ -1,4 +1,4 @@
-"""What a client gets of an answer that is parsed."""
+"""These tests show what a client gets of an answer that is parsed."""
 
 import json
 from unittest.mock import MagicMock

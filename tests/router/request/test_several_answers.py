@@ -1,4 +1,4 @@
-"""How several answers wait for one another, and what each of them is to the ranks."""
+"""These tests show how several answers wait for one another, and what each of them is to the ranks."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,5 @@
-"""What a random model writes under the constraint that tools come to, in the tokens of eight families."""
+"""These tests show what a random model writes under the constraint that tools come to, in the tokens of eight
+families."""
 
 import json
 import random

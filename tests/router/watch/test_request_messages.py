@@ -1,4 +1,4 @@
-"""What is told of a request, and what is not."""
+"""These tests show what is told of a request, and what is not."""
 
 from dataclasses import replace
 from itertools import pairwise

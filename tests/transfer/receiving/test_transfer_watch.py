@@ -1,4 +1,5 @@
-"""When a decode rank may use pages again, by a clock of ours: after the writer's word, or the fence."""
+"""These tests show when a decode rank may use pages again, by a clock of ours: after the writer's word, or
+the fence."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""What a transfer writes beside the delta, once the prompt is computed: the tail of a window and a state."""
+"""These tests show what a transfer writes beside the delta, once the prompt is computed: the tail of a window
+and a state."""
 
 import re
 from collections import Counter

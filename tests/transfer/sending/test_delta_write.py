@@ -1,4 +1,4 @@
-"""What goes out in one post."""
+"""These tests show what goes out in one post."""
 
 from services.kv.tails import tail_start, units_at
 from services.transfer.sending.delta_write import DeltaWrite, Sources

@@ -1,4 +1,4 @@
-"""What a sender does at its end with writes that do not end."""
+"""These tests show what a sender does at its end with writes that do not end."""
 
 import logging
 import weakref

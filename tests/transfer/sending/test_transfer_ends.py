@@ -1,4 +1,5 @@
-"""How transfers end: aborts, lost links, failures, wrong pages, and what is remembered of them."""
+"""These tests show how transfers end: aborts, lost links, failures, wrong pages, and what is remembered of
+them."""
 
 import pytest
 

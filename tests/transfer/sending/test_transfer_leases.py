@@ -1,4 +1,5 @@
-"""How long a transfer may wait and write: its lease, its other half, and a rank that stood still."""
+"""These tests show how long a transfer may wait and write: its lease, its other half, and a rank that stood
+still."""
 
 from services.transfer.sending.sending_transfer import Outcome
 from transfer.sending.sending_rank import DECODE, OTHER_DECODE, A, B, Rank

@@ -1,4 +1,4 @@
-"""When a rank on which no write lands ends itself, and when it must not."""
+"""These tests show when a rank on which no write lands ends itself, and when it must not."""
 
 import asyncio
 

@@ -56,7 +56,7 @@ class Books:
 
 
 class CountingRunner:
-    """Implements ModelRunner: it computes nothing and counts what it was asked for."""
+    """It implements ModelRunner: it computes nothing and counts what it was asked for."""
 
     def __init__(self, books: Books) -> None:
         self.layout = KvLayout(books.page_size, books.page_size, 1, groups=(_FULL, *books.carried))
@@ -116,7 +116,7 @@ def replay(workload: Workload, rank: Rank, seed: int) -> None:
 
 
 class PrefillRank:
-    """Implements Rank. Pages are read as soon as a prompt is computed."""
+    """It implements Rank. Pages are read as soon as a prompt is computed."""
 
     def __init__(self, books: Books) -> None:
         self._core, self._runner = books.core()
@@ -154,7 +154,7 @@ class PrefillRank:
 
 
 class DecodeRank:
-    """Implements Rank. What prefill writes has landed a step after pages were lent."""
+    """It implements Rank. What prefill writes has landed a step after pages were lent."""
 
     def __init__(self, books: Books) -> None:
         self._core, _ = books.core()

@@ -1,4 +1,4 @@
-"""Where a core keeps checkpoints, and what they save."""
+"""These tests show where a core keeps checkpoints, and what they save."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Who comes in when, and what a target for the time between tokens lets in."""
+"""These tests show who comes in when, and what a target for the time between tokens lets in."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a core reads from its tier, as stories."""
+"""These tests show what a core reads from its tier, as stories."""
 
 import os
 

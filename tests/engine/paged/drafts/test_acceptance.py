@@ -1,4 +1,4 @@
-"""How often drafts are right, by what became of them."""
+"""These tests show how often drafts are right, by what became of them."""
 
 import pytest
 

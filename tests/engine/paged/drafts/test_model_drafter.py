@@ -1,4 +1,5 @@
-"""How many drafts of a small model a step verifies, on a clock that says what steps and drafts cost."""
+"""These tests show how many drafts of a small model a step verifies, on a clock that says what steps and
+drafts cost."""
 
 import random
 
@@ -11,7 +12,7 @@ DRAFT_S, ROW_S, FIXED_S, PROMPT_TOKEN_S = 0.001, 0.001, 0.009, 0.0002
 
 
 class ScriptedDraft:
-    """Implements DraftModel: right with some chance, at a price."""
+    """It implements DraftModel: right with some chance, at a price."""
 
     def __init__(self, rank_of, chance, seed=1, round_s=DRAFT_S):
         """`chance` is a number, or tells that of a sequence by its ids."""
@@ -33,7 +34,7 @@ class ScriptedDraft:
 
 
 class NoDrafts:
-    """Implements Drafting: guesses nothing. A rank's clock goes on whenever it is read: as often as beside
+    """It implements Drafting: guesses nothing. A rank's clock goes on whenever it is read: as often as beside
     drafts."""
 
     def propose(self, wishes, max_drafts, step_times):

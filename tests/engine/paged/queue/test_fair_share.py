@@ -1,4 +1,4 @@
-"""What tenants have had, against sums made anew."""
+"""These tests show what tenants have had, against sums made anew."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Who comes in next: values in, a decision out."""
+"""These tests show who comes in next: values in, a decision out."""
 
 from dataclasses import replace
 

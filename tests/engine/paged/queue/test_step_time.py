@@ -1,4 +1,4 @@
-"""What a step costs, learned from steps whose cost is known."""
+"""These tests show what a step costs, learned from steps whose cost is known."""
 
 import pytest
 

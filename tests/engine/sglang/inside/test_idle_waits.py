@@ -1,4 +1,4 @@
-"""What keeps SGLang's loops from spinning, without SGLang."""
+"""These tests show what keeps SGLang's loops from spinning, without SGLang."""
 
 import select
 import threading

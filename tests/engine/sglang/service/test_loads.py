@@ -1,4 +1,4 @@
-"""What routers are told of a DP rank, from what SGLang tells."""
+"""These tests show what routers are told of a DP rank, from what SGLang tells."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What SGLang is asked of a prompt's tokens, and tells, in its words and in ours."""
+"""These tests show what SGLang is asked of a prompt's tokens, and tells, in its words and in ours."""
 
 import pytest
 

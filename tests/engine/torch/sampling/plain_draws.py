@@ -1,4 +1,5 @@
-"""What the kernels that draw must choose, row by row in numpy, and what they may choose where sums round."""
+"""This module has what the kernels that draw must choose, row by row in numpy, and what they may choose where
+sums round."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the answer must be, in the words of several servers."""
+"""These tests show what the answer must be, in the words of several servers."""
 
 import json
 

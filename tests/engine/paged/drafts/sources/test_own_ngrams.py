@@ -1,4 +1,4 @@
-"""What a sequence's own ids are guessed to go on with: against every place of them."""
+"""These tests show what a sequence's own ids are guessed to go on with: against every place of them."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What the texts of a salt went on with: against every place of every text."""
+"""These tests show what the texts of a salt went on with: against every place of every text."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What SGLang lists of a process's memory, as our layout, with a draft and without."""
+"""These tests show what SGLang lists of a process's memory, as our layout, with a draft and without."""
 
 from collections import Counter
 from dataclasses import replace

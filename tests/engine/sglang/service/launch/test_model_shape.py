@@ -1,4 +1,5 @@
-"""What is known of a checkpoint before SGLang loads it; the configs are cut down to what says so."""
+"""These tests show what is known of a checkpoint before SGLang loads it; the configs are cut down to what
+says so."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What SGLang is started with, and what is refused beforehand."""
+"""These tests show what SGLang is started with, and what is refused beforehand."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What a draft's checkpoint says of it."""
+"""These tests show what a draft's checkpoint says of it."""
 
 import json
 import shutil
