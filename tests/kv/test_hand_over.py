@@ -2,9 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.transcripts import stem, transcripts_beside
 from services.kv.hand_over import HandOver, IdlePrefix, spell
 from services.kv.prefix_cache import PrefixCache
 from services.kv.radix_tree import Node, Scope
@@ -110,6 +112,52 @@ def test_what_shares_half_goes_together_and_the_rest_where_there_is_room():
     plan.taken(first, 40, 100)
     plan.end()
     assert (plan.outcome.handed_tokens, plan.outcome.left_tokens) == (40, 88)
+
+
+class Stories:
+    """A plan of a hand-over, and the commands of its stories:
+
+    leave successors=A,B            the rank leaves; a line a prefix: NAME tokens= idle= [protected=]
+    next                            what is offered next, to whom
+    taken NAME held= room=          its successor holds so many of its tokens, and has room for so many
+    no_room NAME, failed NAME       it has no room; the pull failed
+    busy NAME, rested SUCCESSOR     it takes nothing at the moment; it may be asked again
+    end                             the time is over
+    """
+
+    def perform(self, command):
+        words, options = command.words, command.options
+        match command.name:
+            case "leave":
+                self.prefixes = dict(map(self._prefix, command.body))
+                self.plan = HandOver([*self.prefixes.values()], options["successors"].split(","))
+            case "next":
+                names = {id(prefix): name for name, prefix in self.prefixes.items()}
+                offer = self.plan.next()
+                yield "nothing now" if offer is None else f"{names[id(offer[0])]} is offered to {offer[1]}"
+            case "taken":
+                held, room = int(options["held"]), int(options["room"])
+                more = self.plan.taken(self.prefixes[words[0]], held, room)
+                yield f"{more} tokens more are handed over"
+            case "no_room" | "busy":
+                getattr(self.plan, command.name)(self.prefixes[words[0]])
+            case "failed":
+                self.plan.failed(self.prefixes[words[0]], is_out=False)
+            case "rested":
+                self.plan.rested(words[0])
+            case "end":
+                self.plan.end()
+        yield f"handed {self.plan.outcome.handed_tokens}, left {self.plan.outcome.left_tokens}"
+
+    def _prefix(self, line):
+        name, *rest = line.split()
+        told = {key: int(value) for key, value in (word.split("=") for word in rest)}
+        return name, IdlePrefix(ROOT, "", told["tokens"], told.get("protected", 0), float(told["idle"]))
+
+
+@pytest.mark.parametrize("path", transcripts_beside(__file__), ids=stem)
+def test_stories(path, play):
+    play(path, Stories().perform)
 
 
 class Timed:
