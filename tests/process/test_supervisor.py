@@ -1,4 +1,4 @@
-"""These tests show what follows an exit, decided; and real processes started, restarted, stopped and reaped."""
+"""These tests show what follows an exit, and real processes started, restarted, stopped and reaped."""
 
 import asyncio
 import contextlib

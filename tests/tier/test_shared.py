@@ -1,4 +1,4 @@
-"""These tests show what other ranks keep in their files, which they overwrite, lose and make anew meanwhile."""
+"""These tests show what other ranks keep in their files, which they overwrite, lose and make anew."""
 
 import os
 import shutil

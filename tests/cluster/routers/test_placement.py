@@ -1,4 +1,4 @@
-"""These tests show where turns and prompts are placed, the whole way on loopback, the fake engine computing."""
+"""These tests show where turns and prompts are placed, the whole way on loopback, with the fake engine."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""These tests show what a router shows of ranks whose model carries a state: in answers, and to Prometheus."""
+"""These tests show what a router tells of ranks whose model carries a state: in answers and metrics."""
 
 from array import array
 from dataclasses import replace

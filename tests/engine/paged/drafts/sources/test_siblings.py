@@ -1,4 +1,4 @@
-"""These tests show what the radix tree has behind the very same ids: against everything that was put into it."""
+"""These tests show what the radix tree has behind the very same ids: against all that was put into it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
