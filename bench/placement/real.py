@@ -5,7 +5,7 @@
 etcd, two routers, and ranks with engine fake are processes of their own, and time is real. All lengths and
 speeds are an eighth of those of the simulation, as engine fake holds contexts of 16,384 tokens; a page is a
 block. Those sessions are run to their end that begin within --seconds, and the first third of the requests is
-not counted. Pulls are off, as the simulation has none. TTFT is the client's. Processes that share few cores
+not counted. TTFT is the client's. Processes that share few cores
 make each step some milliseconds longer: with --stretch 2 all else takes twice as long.
 """
 
@@ -157,7 +157,7 @@ async def measure(
         decode_dp_size=decode,
         common_flags=_COMMON_FLAGS,
         rank_flags=(*_RANK_FLAGS, *speed_flags),
-        router_flags=("--pull=off", f"--plans={'remote,local' if prefill else 'local'}"),
+        router_flags=(f"--plans={'remote,local' if prefill else 'local'}",),
     )
     async with LocalCluster(shape, partial(print, file=sys.stderr)) as cluster, AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(cluster.open_channel(i)) for i in range(_ROUTERS)]
@@ -168,7 +168,7 @@ async def measure(
 
 def predict(prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0) -> Simulation:
     setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_timing(stretch), routers=_ROUTERS)
-    simulation = Simulation(setting, "ours-alone", requests)
+    simulation = Simulation(setting, "ours", requests)
     simulation.serve()
     return simulation
 
