@@ -191,6 +191,7 @@ _TYPES = {"N": "integer", "NUMBER": "number", "TEXT": "string", "PATH": "string"
 
 
 def _flag_schema(flag: FlagDescription) -> dict[str, Any]:
+    """A null is no flag: Helm keeps it where it takes back what a file of values before it had set."""
     if flag.choices == ("true", "false"):
         one: dict[str, Any] = {"type": "boolean"}
     elif flag.choices:
@@ -199,7 +200,9 @@ def _flag_schema(flag: FlagDescription) -> dict[str, Any]:
         one = {"type": _TYPES[flag.hint], **_bounds_schema(flag.bounds)}
     if flag.repeated:
         one = {"type": "array", "items": one}
-    return {"description": flag.help, **one}
+    if "enum" in one:
+        return {"description": flag.help, "enum": [*one["enum"], None]}
+    return {"description": flag.help, **one, "type": [one["type"], "null"]}
 
 
 def _bounds_schema(bounds: Bounds) -> dict[str, Any]:

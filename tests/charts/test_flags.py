@@ -1,10 +1,11 @@
 """Values become flags: each container's command line is read by the service's own config code."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from charts.rendering import LEAST, NAMES, OURS, merged, render, rendered, sample
+from charts.rendering import CHART, LEAST, NAMES, OURS, merged, render, rendered, sample
 from services.engine.sglang.service.sglang_settings import SglangSettings
 from services.index.keys import check_name
 from services.values.rank import Role
@@ -131,6 +132,21 @@ def test_engine_arguments_keep_their_commas():
     arguments = ["--tp-size=8", '--json-model-override-args={"a": 1, "b": 2}']
     values = merged(sample("sglang-dp-attention"), {"decode": {"flags": {"engine-arg": arguments}}})
     assert render(values).config("decode").engine_arg == tuple(arguments)
+
+
+def test_a_null_is_no_flag():
+    """Helm takes a default of the chart away for a null, and leaves one over another file of values in."""
+    schema = json.loads((CHART / "values.schema.json").read_text())["definitions"]
+    owners = {"flags": "commonFlags", "router": "routerFlags", "prefill": "rankFlags", "decode": "rankFlags"}
+    nulls = {owner: dict.fromkeys(schema[name]["properties"]) for owner, name in owners.items()}
+    for default in ("index-block", "grace-s"):  # of the chart
+        del nulls["flags"][default]
+    values = {"flags": nulls.pop("flags")} | {owner: {"flags": flags} for owner, flags in nulls.items()}
+    assert len(values["decode"]["flags"]) > 40
+    for name in ("least", "sglang-dp-attention"):
+        given = LEAST if name == "least" else {**sample(name), "router": {}}
+        without = {**given, **{role: {**given.get(role, {}), "flags": {}} for role in ("prefill", "decode")}}
+        assert render(merged(without, values)).all == render(without).all
 
 
 def test_no_flag_comes_twice():

@@ -20,6 +20,17 @@
 {{- end }}
 {{- end -}}
 
+{{/* Of several lists of flags what the last states, as JSON. A null states nothing: with it a file of values takes back what one before it set. */}}
+{{- define "isthmus.stated" -}}
+{{- $stated := dict -}}
+{{- range . -}}
+{{- range $name, $value := . -}}
+{{- if not (kindIs "invalid" $value) }}{{ $_ := set $stated $name $value }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{ toJson $stated }}
+{{- end -}}
+
 {{/* Of every service, then its own: {root, values, own}. `own` is what the chart sets for it. */}}
 {{- define "isthmus.arguments" -}}
 {{- $values := .root.Values -}}
@@ -41,7 +52,7 @@
 {{- with $values.etcd.external.user }}{{ $_ := set $set "etcd-user" . }}{{ end -}}
 {{- if $values.etcd.external.passwordSecret }}{{ $_ := set $set "etcd-password-file" "/etc/isthmus/etcd-password/password" }}{{ end -}}
 {{- $_ := set $set "cluster" (include "isthmus.cluster" .root) -}}
-{{- include "isthmus.flags" (mergeOverwrite (deepCopy $values.flags) .values.flags .own $set) -}}
+{{- include "isthmus.flags" (include "isthmus.stated" (list $values.flags .values.flags .own $set) | fromJson) -}}
 {{- end -}}
 
 {{/* Releases that share an etcd, or a Prometheus, are told apart by it. No namespace has a dot; with a dash c in a-b and b-c in a were one. */}}
@@ -62,13 +73,13 @@
 
 {{/* {root, values} */}}
 {{- define "isthmus.graceSeconds" -}}
-{{- $flags := mergeOverwrite (dict "grace-s" 30) .root.Values.flags .values.flags -}}
+{{- $flags := include "isthmus.stated" (list (dict "grace-s" 30) .root.Values.flags .values.flags) | fromJson -}}
 {{ int (index $flags "grace-s" | ceil) }}
 {{- end -}}
 
 {{/* {root, values} of a worker */}}
 {{- define "isthmus.handOverSeconds" -}}
-{{- $flags := mergeOverwrite (dict "hand-over-s" 10) .root.Values.flags .values.flags -}}
+{{- $flags := include "isthmus.stated" (list (dict "hand-over-s" 10) .root.Values.flags .values.flags) | fromJson -}}
 {{ int (index $flags "hand-over-s" | ceil) }}
 {{- end -}}
 

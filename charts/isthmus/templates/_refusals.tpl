@@ -20,7 +20,7 @@
 {{- $dpSize := int $worker.dpSize -}}
 {{- $other := ternary "decode" "prefill" (eq $role "prefill") -}}
 {{- range index $ofRole $other -}}
-{{- if hasKey $worker.flags . -}}
+{{- if not (kindIs "invalid" (index $worker.flags .)) -}}
 {{- fail (printf "%s.flags.%s: only %s ranks heed it" $role . $other) -}}
 {{- end -}}
 {{- end -}}
@@ -37,7 +37,7 @@
 {{- if and $worker.hostNetwork $.Values.networkPolicy.enabled -}}
 {{- fail (printf "%s.hostNetwork and networkPolicy.enabled exclude each other: a policy does not know pods of the node's network, and would keep them from etcd and from each other" $role) -}}
 {{- end -}}
-{{- if and (eq $worker.engine "torch") (hasKey $worker.flags "engine-arg") -}}
+{{- if and (eq $worker.engine "torch") (not (kindIs "invalid" (index $worker.flags "engine-arg"))) -}}
 {{- fail (printf "%s.flags.engine-arg is for engine sglang" $role) -}}
 {{- end -}}
 {{- if eq $worker.engine "sglang" -}}
@@ -46,7 +46,7 @@
 {{- end -}}
 {{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
 {{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "pull" "hand-over-s" "move-running") $drafting -}}
-{{- if hasKey $worker.flags . -}}
+{{- if not (kindIs "invalid" (index $worker.flags .)) -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}
 {{- end -}}
@@ -101,7 +101,7 @@
 {{- if not (or (index $flags "plan-ttft-s") (index $flags "plan-itl-ms")) -}}
 {{- fail "autoscaling.enabled needs router.flags.plan-ttft-s or plan-itl-ms: routers without a goal plan nothing" -}}
 {{- end -}}
-{{- if and (hasKey $flags "plan-window-s") (not (index $flags "plan-window-s")) -}}
+{{- if and (not (kindIs "invalid" (index $flags "plan-window-s"))) (not (index $flags "plan-window-s")) -}}
 {{- fail "autoscaling.enabled: router.flags.plan-window-s is 0, and routers that remember no requests plan nothing" -}}
 {{- end -}}
 {{- $prometheus := .Values.autoscaling.prometheus -}}
@@ -160,7 +160,7 @@
 {{- if and $file.size (eq $file.volume "claim") (not $file.claimName) -}}
 {{- fail (printf "%s.tiers.file.volume is claim, so %s.tiers.file.claimName must say which" .role .role) -}}
 {{- end -}}
-{{- if and (hasKey $worker.flags "kv-tier-write-mbps") (not $file.size) -}}
+{{- if and (not (kindIs "invalid" (index $worker.flags "kv-tier-write-mbps"))) (not $file.size) -}}
 {{- fail (printf "%s.flags.kv-tier-write-mbps limits %s.tiers.file, which has no size" .role .role) -}}
 {{- end -}}
 {{- if and (has (index $worker.flags "kv-tier-shared" | default "off" | toString) (list "on" "true")) (not $file.size) -}}
