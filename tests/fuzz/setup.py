@@ -18,11 +18,9 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "gpt_oss", "gemma3", "llama4"),
     *("minimax_m2", "deepseek_v3"),
 )
-# That have nothing but full attention's pages.
-WITH_TIERS = (*SHAPES, "minimax_m2", "deepseek_v3")
-_SHARES = (*SHAPES, "minimax_m2", "deepseek_v3")  # Their layers are all full attention.
 _TIERS = (("memory:256KiB",), ("FOLDER:256KiB",), ("memory:128KiB", "FOLDER:512KiB"))
-_LARGE = (("memory:2MiB",), ("FOLDER:2MiB",), ("memory:1MiB", "FOLDER:4MiB"))  # For blocks of up to 256 KiB.
+# For blocks of up to 256 KiB, and for two checkpoints.
+_LARGE = (("memory:2MiB",), ("FOLDER:2MiB",), ("memory:1MiB", "FOLDER:4MiB"))
 _ATTEMPTS = 100
 _PLANS = (("remote",), ("remote",), ("local",), ("remote", "local"), ("remote", "local"))
 
@@ -81,10 +79,11 @@ def draw_setup(chance: random.Random) -> Setup:
     page_size = chance.choice([1, 2, 4, 16, 32, 64])
     shape = chance.choice(SHAPES if chance.random() < 0.5 else FAMILIES)
     rank = _draw_rank(chance, page_size, tight)
-    if shape in WITH_TIERS and chance.random() < 0.6:
-        tiers = _LARGE if shape == "head-dim-128" else _TIERS
-        rank |= {"kv_tier": chance.choice(tiers), "decode_cache": "on", "prefill_cache": "on"}
-        if shape in _SHARES and "FOLDER" in str(rank["kv_tier"]) and chance.random() < 0.5:
+    if chance.random() < 0.6:
+        is_small = shape in (*SHAPES, "minimax_m2", "deepseek_v3") and shape != "head-dim-128"
+        tiers = chance.choice(_TIERS if is_small else _LARGE)
+        rank |= {"kv_tier": tiers, "decode_cache": "on", "prefill_cache": "on"}
+        if "FOLDER" in str(rank["kv_tier"]) and chance.random() < 0.5:
             rank["kv_tier_shared"] = "on"
     return Setup(
         shape=shape,

@@ -27,9 +27,14 @@ TIERED = Setup(
     RANK | {"index_block": 16, "kv_pages": 16, "kv_tier": ("memory:48KiB", "FOLDER:256KiB")},
     eager=True,
 )
+TIERED_STATES = Setup(
+    *("qwen3_5", ("remote", "local"), (1, 1), (1,), False, False),
+    RANK | {"index_block": 16, "kv_pages": 24, "kv_tier": ("memory:128KiB", "FOLDER:1MiB")},
+    eager=True,
+)
 SETUPS = {
     **{"kills": KILLS, "tight": TIGHT, "recurrent-kills": RECURRENT, "windowed-tight": WINDOWED},
-    "tiered-eager": TIERED,
+    **{"tiered-eager": TIERED, "tiered-states": TIERED_STATES},
 }
 
 
