@@ -120,9 +120,9 @@ demo: $(STAMP) ## a whole cluster on this machine, and what it saves; MODEL=DIR,
 demo-sglang: $(SGLANG_STAMP) ## the same on real SGLang, on the CPU; takes 4 GB of disk and some minutes
 	$(SGLANG_VENV)/bin/isthmus demo --engine=sglang
 
-# Tests wait for leases and processes as long as they compute: three at a time keep two cores busy.
+# Tests wait for leases and processes as long as they compute: four at a time keep two cores busy.
 test: $(STAMP) ## the default tests: no GPU, no network, no download
-	$(BIN)/python -m pytest -q -n 3
+	$(BIN)/python -m pytest -q -n 4
 
 test-exact: $(STAMP) ## combinations against transformers, by pairs and threes; minutes
 	$(BIN)/python -m pytest -q -n 3 -m "exact and not slow"
