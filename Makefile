@@ -69,7 +69,7 @@ PAGE_PICTURES := .cache/page
 PAGE_TESTS = PYTHONPATH=tests SERVICES_PYTHON=$(abspath $(BIN)/python) PAGE_PICTURES=$(abspath $(PAGE_PICTURES)) \
   $(PAGE_VENV)/bin/python -m pytest -q -rs -m page --confcutdir=tests/page
 
-.PHONY: release hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-more test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-cluster test-sglang-pair test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
+.PHONY: release kube-test hashes test-real page-test page-screenshots test-clients help setup setup-sglang demo demo-sglang test test-versions test-exact test-long test-more test-slow soak chaos fuzz setup-triton setup-versions setup-real test-triton test-sglang test-sglang-cluster test-sglang-pair test-sglang-slow lint format proto proto-lint proto-baseline clean setup-charts chart-test reference dashboards setup-observe observe-check observe-test observe-screenshots gpu gpu-wheels
 
 help: ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -226,6 +226,9 @@ gpu-wheels: ## where there is a network: fill WHEELS=DIR with what a GPU host ma
 # Our own code is read where it lies; --confcutdir leaves the other tests' fixtures and their packages out.
 chart-test: $(STAMP) $(CHARTS_STAMP) ## the Helm chart through real Helm, Kubernetes' schemas and our own config code
 	PYTHONPATH=. SERVICES_PYTHON=$(abspath $(BIN)/python) $(CHARTS_VENV)/bin/python -m pytest -q -n 3 -m charts --confcutdir=tests/charts tests/charts
+
+kube-test: $(STAMP) $(CHARTS_STAMP) ## the chart on the Kubernetes of KUBECONFIG, IMAGE=REPOSITORY:TAG of target cpu; minutes
+	KUBE_IMAGE='$(IMAGE)' HELM='$(HELM)' $(BIN)/python -m pytest -q -rs -m kubernetes tests/kubernetes
 
 $(OBSERVE_STAMP): constraints-observe.txt
 	test -x $(OBSERVE_VENV)/bin/python || $(PYTHON) -m venv $(OBSERVE_VENV)
