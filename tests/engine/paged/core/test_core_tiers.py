@@ -6,6 +6,8 @@ import random
 import shutil
 from dataclasses import replace
 
+import pytest
+
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
