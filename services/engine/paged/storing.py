@@ -169,11 +169,14 @@ class Storing:
         return min(due_s, default=None)
 
     def keep_all(self, keeps: bool) -> None:
-        """Store all that is cached, as if pages were short, where the nearest tier is in files.
+        """Store all that is cached, or what was used last of it, where the nearest tier is in files.
 
         A tier in memory ends with the rank's worker, so for that nothing is stored.
         """
-        self._keeps_all = keeps and self._books.in_files[0]
+        keeps = keeps and self._books.in_files[0]
+        if keeps and not self._keeps_all:  # What an earlier look left out is stored now.
+            self._looked_at, self._look_at_s = None, 0.0
+        self._keeps_all = keeps
 
     @property
     def has_kept_all(self) -> bool:
@@ -214,6 +217,9 @@ class Storing:
             return
         if self._health.is_off(0) or not self._books.num_slots[0]:
             return
+        if self._keeps_all:  # Nothing runs that this could delay.
+            self._store_most_recent()
+            return
         # The other slots keep what was evicted earlier.
         left = self._books.num_slots[0] // 2
         for node, points in self._next_to_go():
@@ -222,6 +228,47 @@ class Storing:
             left -= node.depth // self._block_pages
             left -= sum(self._pool.num_parts(point.position) for _, point in points)
         self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
+
+    def _store_most_recent(self) -> None:
+        for leaf in self._ends_to_keep():
+            self._use_stored(leaf)
+            points = self._points.to_use(leaf)
+            if not (self._store_all(self._unstored(leaf)) and self._store_points(points)):
+                # Slots that are being written cannot make room, so it looks again when one is written.
+                self._looks_again |= bool(self._pages or self._point_of)
+                return
+
+    def _ends_to_keep(self) -> list[Node]:
+        """Return the ends of the most recently used paths that the tier has slots for, the oldest first.
+
+        So each path is used more recently than those that it may push out.
+        """
+        left, counted, ends = self._books.num_slots[0], set[Node | SavedPoint](), list[Node]()
+        for leaf in reversed(self._pool.cache.next_to_go()):
+            new: list[Node | SavedPoint] = []
+            num_slots, node = 0, leaf
+            while node.parent is not None and node not in counted:
+                new.append(node)
+                num_slots += node.depth % self._block_pages == 0
+                node = node.parent
+            for _, point in self._points.to_use(leaf):
+                if point not in counted:
+                    new.append(point)
+                    num_slots += self._pool.num_parts(point.position)
+            if num_slots <= left:
+                left -= num_slots
+                counted.update(new)
+                ends.append(leaf)
+        return ends[::-1]
+
+    def _use_stored(self, leaf: Node) -> None:
+        """Use what the tiers have of the path, so that what is stored next does not push it out."""
+        node = leaf
+        while node.parent is not None:
+            if node.tier_key and (found := self._books.find([node.tier_key])):
+                self._books.use(found[0])
+                return
+            node = node.parent
 
     def _next_to_go(self) -> Iterator[tuple[Node, list[tuple[Node, SavedPoint]]]]:
         """Yield the end of each path to store, with the checkpoints on it."""

@@ -536,6 +536,44 @@ def test_a_rank_that_leaves_stores_all_where_a_later_life_finds_it(in_files):
     assert rank.tiers.counts.bytes_down == stored, "it stays, after all"
 
 
+@pytest.mark.parametrize(
+    ("num_pages", "num_slots", "found"), [(160, 12, 8), (160, 6, 2), (30, 12, 8), (30, 9, 5)]
+)
+def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pages, num_slots, found):
+    """Eight prompts share four blocks, and each has one of its own. A pool of 30 pages has looked before."""
+    rank = TieredRank(num_pages=num_pages, num_slots=(num_slots,), in_files=(True,))
+    prompts = [[*prompt_of(1, 32), *prompt_of(10 + nth, 9)] for nth in range(8)]
+    for prompt in prompts:
+        rank.generate(prompt)
+    rank.tiers.storing.keep_all(True)
+    turns = 0
+    while not rank.tiers.storing.has_kept_all:
+        rank.turn()
+        turns += 1
+    assert turns <= 4
+    again = TieredRank(num_pages=160, tiers=rank.slabs, num_slots=(num_slots,), in_files=(True,))
+    for nth, prompt in enumerate(reversed(prompts), start=1):
+        before = again.computed_tokens
+        assert again.generate(prompt) == continuation(prompt, 3)
+        assert (again.computed_tokens - before == 3) == (nth <= found), nth
+
+
+def test_a_rank_that_leaves_does_not_rest_between_looks():
+    rank = TieredRank(num_pages=160, in_files=(True,))
+    rank.generate(prompt_of(1, 40))
+    cache, storing = rank.core.cache, rank.tiers.storing
+    next_to_go = cache.next_to_go
+
+    def slowly():
+        rank.now += 1.0
+        return next_to_go()
+
+    cache.next_to_go = slowly
+    storing.keep_all(True)
+    rank.turn()
+    assert rank.tiers.books.num_blocks == 5 and storing._look_at_s < rank.now
+
+
 def test_the_next_life_finds_what_the_last_one_has_stored():
     rank = TieredRank()
     rank.fill_pool(1)
