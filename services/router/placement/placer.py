@@ -332,11 +332,20 @@ class Placer:
         searched = [(held, 0)]
         if below is not None:
             # Who keeps no more below than the pool of the least loaded rank holds cannot win by that.
-            searched.append((below, held.depth(few[0]) if few and few[0] not in self._apart else 0))
+            searched.append((below, self._sure_blocks(few[0], held) if few else 0))
         for each, least in searched:
             yield from self._holding(side, order, snapshot, each, least, frozenset())
             if self._apart:  # One of these may hide a rank that holds as much and can be sent KV.
                 yield from self._holding(side, order, snapshot, each, least, self._apart)
+
+    def _sure_blocks(self, key: RankKey, held: Held) -> int:
+        """Return how many blocks the rank goes on after for sure; 0 where it needs a checkpoint, or KV cannot
+        be sent to it."""
+        if key in self._apart or key in self._hits.telling:
+            return 0
+        matched = held.depth(key) * self._settings.index_block
+        trusted = self._balance.trust.worth(key, matched, self._balance.clock())
+        return trusted // self._settings.index_block
 
     def _holding(
         self,

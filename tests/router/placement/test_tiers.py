@@ -63,6 +63,23 @@ def test_a_rank_is_chosen_for_what_its_tier_holds(subtests):
         assert router.place().chosen.decode.id == router.decodes[37].id
 
 
+@pytest.mark.parametrize("why", ["no checkpoint", "no trust"])
+def test_of_many_ranks_one_is_looked_at_though_the_least_loaded_seems_to_hold_as_much(why):
+    layout, points = (HYBRID, (40,)) if why == "no checkpoint" else (LAYOUT, ())
+    router = Router(60, 0, layout=layout)
+    least_loaded, kept = router.decodes[0], router.decodes[37]
+    router.holds(least_loaded, 40)
+    router.keeps(kept, 40, resumable=points)
+    for number, rank in enumerate(router.decodes):
+        router.waits(rank, 10 * number, **READ)
+    if why == "no trust":
+        for _ in range(50):
+            router.balance.trust.observe(least_loaded.id.key, WHOLE, 0, router.now)
+    assert router.place().chosen.decode.id == kept.id
+    every = router.placer.explain(router.asked(), 0.5)
+    assert router.place().chosen.total_s == pytest.approx(every.chosen.total_s)
+
+
 def test_nothing_is_promised_that_a_rank_would_compute(subtests):
     def chosen_of(router):
         return next(way for way in router.place().ranked if way.decode.id == router.decodes[0].id)
