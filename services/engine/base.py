@@ -66,7 +66,7 @@ class HandsOver(Protocol):
     async def keep(self, within_s: float) -> None:
         """Have the rank's tier store what is cached, if it is in files, which a later life finds.
 
-        Return once that is done, or after so long. Raises Unavailable when the engine has ended.
+        Return once that is done, or after so long, also when the engine has ended.
         """
 
 

@@ -153,7 +153,7 @@ class Leaving:
             log_lines.event(log, "hand_over_failed", level=logging.WARNING, reason=str(error))
         except Exception:  # It is a defect of ours, which must not prevent the drain.
             log.exception("hand_over_broken")
-        await _keep(hands_over, max(_LEAST_KEEP_S, left_s))
+        await hands_over.keep(max(_LEAST_KEEP_S, left_s))
         self.metrics.ended(progress.handed_tokens, progress.left_tokens)
         log_lines.event(
             log,
@@ -222,13 +222,6 @@ class Leaving:
         self._progress.left_tokens -= num_tokens
         if prefix.node in self._handed:
             self._progress.cut_tokens -= num_tokens
-
-
-async def _keep(hands_over: HandsOver, within_s: float) -> None:
-    try:
-        await hands_over.keep(within_s)
-    except IsthmusError as error:
-        log_lines.event(log, "nothing_kept", level=logging.WARNING, reason=str(error))
 
 
 async def _listed(hands_over: HandsOver, limit_s: float) -> list[IdlePrefix]:

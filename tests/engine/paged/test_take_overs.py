@@ -197,3 +197,6 @@ async def test_a_tier_that_does_not_answer_holds_up_no_stop(tmp_path, caplog):
         await ranks.decode.hands_over.keep(0.2)
         assert "kv_not_all_kept" in caplog.text
         await until(lambda: not core_of(ranks.decode).tiers.storing._keeps_all)
+    caplog.clear()
+    await ranks.decode.hands_over.keep(0.2)  # The engine has ended, so nobody answers.
+    assert "kv_not_all_kept" in caplog.text
