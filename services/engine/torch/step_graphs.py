@@ -341,7 +341,8 @@ class StepGraphs:
             trial = StepTrial(self._model, self._pools, room)
             step = _Step.of(trial.chunks)
             runs = [len(chunk.token_ids) for chunk in trial.chunks] if room.runs is not None else []
-            if not buffers.fill(step.singles, step.prompts, runs=runs):
+            has_drafts = room.runs is None or max(runs) > 1
+            if not has_drafts or not buffers.fill(step.singles, step.prompts, runs=runs):
                 raise RuntimeError("a step for a trial does not fit")
             if room.is_scan and left is not None:
                 needed = _peak_bytes(

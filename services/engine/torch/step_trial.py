@@ -50,8 +50,9 @@ class StepTrial:
         singles = []
         for nth in range(num_rows):
             # The first run is as long as there is room for, the next one shorter, and so on.
-            end = self._chance.randrange(of_each * self._page_size) + 1
-            run = self._chunk(range(max(0, end - longest + nth % longest), end), of_each)
+            length, most = longest - nth % longest, of_each * self._page_size
+            end = max(self._chance.randrange(most) + 1, min(length, most))
+            run = self._chunk(range(max(0, end - length), end), of_each)
             singles.append(replace(run, num_drafts=len(run.token_ids) - 1))
         self.chunks = [*singles, *self.chunks]
         if pools.slots is not None:

@@ -91,14 +91,16 @@ def varlen_with_room(query, key, value, row_starts, seen_starts, longest, most_s
 
 
 class Made:
-    def __init__(self, family, capture, max_rows=MAX_ROWS, num_pages=NUM_PAGES, **limits):
+    def __init__(
+        self, family, capture, max_rows=MAX_ROWS, num_pages=NUM_PAGES, page_size=PAGE_SIZE, **limits
+    ):
         model = load_model(open_checkpoint(tiny_checkpoint(family), "float32"), torch.device("cpu"))
         self.model = PackedModel(model)
         self.model.scan_tokens = None
         self.pools = Pools(
             self.model.probed,
             num_pages=num_pages,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             sizes=PoolSizes(num_window_pages=num_pages, num_slots=NUM_SLOTS),
             model_fingerprint=0,
             device=torch.device("cpu"),
@@ -262,10 +264,12 @@ def test_drafts_of_recurrent_layers_are_replayed(family):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog):
+@pytest.mark.parametrize("page_size", [PAGE_SIZE, 1])
+def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog, page_size):
     own = StepBuffers.keep
     monkeypatch.setattr(StepBuffers, "keep", lambda self, counts: own(self, [3 - each for each in counts]))
-    made = Made("falcon_h1", tape.computed_again, max_rows=12, max_drafts=2)
+    made = Made("falcon_h1", tape.computed_again, max_rows=12, max_drafts=2, page_size=page_size)
+    assert made.graphs._buckets
     assert {each.buffers.room.runs for each in made.graphs._buckets} == {None}
     assert caplog.text.count("reason='states differ by") == 6
 
