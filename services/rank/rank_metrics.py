@@ -284,7 +284,7 @@ class HandOverMetrics:
         self._tokens = Counter(
             "isthmus_hand_over_tokens",
             "Tokens of cached prefixes: handed to other ranks by this one when it was drained or stopped, "
-            "left here and lost with it, or taken over from ranks that left.",
+            "left here, or taken over from ranks that left.",
             ["outcome"],
             registry=registry,
         )
