@@ -16,7 +16,7 @@ import grpc
 
 from services.cli import screen
 from services.cli.look.size import carried_bytes, read_config, tail_bytes
-from services.cli.router_client import ClientConfig, key_metadata, responses
+from services.cli.router_client import MODEL_NAME_HELP, ClientConfig, key_metadata, responses
 from services.cli.table import TURN_HEADINGS, fold, format_bytes, format_rank, format_table, turn_row
 from services.engine.choose import check_checkpoint
 from services.model.layer_groups import LayerGroups, RecurrentGroup, draft_groups, layer_groups, text_config
@@ -41,6 +41,7 @@ class CheckConfig(ClientConfig):
 
     words: int = setting(200, "words of the first prompt; it must fill a page", bounds=Bounds(at_least=1))
     max_tokens: int = setting(8, "tokens per answer", bounds=Bounds(at_least=1))
+    model: str = setting("", MODEL_NAME_HELP)
     timeout_s: float = setting(120.0, "seconds for a cluster that is starting to become ready, and to answer")
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ async def _ask(
 ) -> tuple[str, generation_pb2.Finish]:
     request = generation_pb2.GenerateRequest(
         text=prompt,
+        model=config.model,
         sampling=common_pb2.SamplingParams(temperature=0, max_tokens=config.max_tokens, ignore_eos=True),
         conversation_id=conversation_id,
     )

@@ -6,6 +6,7 @@ from cluster.harness import FakeCluster
 from exactness.checkpoints import tiny_checkpoint
 from services.cli.look import check
 from services.cli.look.check import CheckConfig, verdict
+from services.values.errors import NotFound
 from services.wire.isthmus.v1 import common_pb2, generation_pb2
 
 
@@ -29,7 +30,9 @@ async def run_check(cluster, **settings):
 async def test_a_cluster_passes_if_it_keeps_kv(subtests, etcd_endpoint, model_dir, cluster_name, capsys):
     with subtests.test("a cluster that keeps kv passes"):
         async with FakeCluster(etcd_endpoint, model_dir, cluster_name, kv_pages=2048) as cluster:
-            assert await run_check(cluster) == 0
+            assert await run_check(cluster, model="fake") == 0
+            with pytest.raises(NotFound, match="other"):
+                await run_check(cluster, model="other")
         assert "the second turn found the first one's KV" in capsys.readouterr().out
     with subtests.test("one that does not fails with a sentence"):
         async with FakeCluster(
