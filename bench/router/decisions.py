@@ -99,7 +99,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Spent:
-    """Return the nanoseconds of each decision."""
+    """It has the nanoseconds of each decision."""
 
     hash: list[int] = field(default_factory=list)
     match: list[int] = field(default_factory=list)
