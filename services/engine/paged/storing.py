@@ -34,6 +34,8 @@ _LOOK_EVERY_S = 0.02  # It looks for pages to store at most this often.
 _LOOK_SHARE = 20  # After a look it rests for so many times the look's duration.
 _MOST_WAITING = 32  # It does not look while so many copies down are waiting.
 _MOST_MOVES = 8
+# A rank that leaves writes at most so many times what fits: parts of checkpoints may push each other out.
+_MOST_KEPT = 2
 # This fraction (one in so many) of a tier's slots is kept free, where another tier is below it.
 _ROOM_SHARE = 16
 # Checkpoints are stored, this fraction of them at a time, once less than it of the units for them is free.
@@ -140,6 +142,7 @@ class Storing:
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
         self._moves_at_s: float | None = None  # The budget allows the next move then.
         self._keeps_all = False
+        self._may_begin = 0  # So many slots may still be written to keep all.
 
     def __repr__(self) -> str:
         return f"Storing(pages={len(self._copied)} moves={self._num_moves})"
@@ -176,6 +179,7 @@ class Storing:
         keeps = keeps and self._books.in_files[0]
         if keeps and not self._keeps_all:  # What an earlier look left out is stored now.
             self._looked_at, self._look_at_s = None, 0.0
+            self._may_begin = _MOST_KEPT * self._books.num_slots[0]
         self._keeps_all = keeps
 
     @property
@@ -218,7 +222,8 @@ class Storing:
         if self._health.is_off(0) or not self._books.num_slots[0]:
             return
         if self._keeps_all:  # Nothing runs that this could delay.
-            self._store_most_recent()
+            if self._may_begin > 0:
+                self._store_most_recent()
             return
         # The other slots keep what was evicted earlier.
         left = self._books.num_slots[0] // 2
@@ -391,6 +396,7 @@ class Storing:
             self._give_up(store)
             self._looks_again = True
             return False
+        self._may_begin -= len(store.blocks)
         for _ in store.blocks:
             self._note_begun(0)
         return True

@@ -558,6 +558,34 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pa
         assert (again.computed_tokens - before == 3) == (nth <= found), nth
 
 
+@pytest.mark.parametrize("seed", [*range(8), 298])
+def test_keeping_ends_and_what_is_kept_is_right(seed):
+    """With seed 298 the parts of a checkpoint push blocks out that are stored again, and so on."""
+    chance = random.Random(seed)
+    carried = chance.choice([(), *CARRIED])
+    num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30)])
+    settings = {"num_slots": num_slots, "in_files": (True,) * len(num_slots), "carried": carried}
+    rank, prompts = TieredRank(num_pages=chance.choice([30, 60, 160]), **settings), []
+    for _ in range(chance.randrange(3, 12)):
+        begun = prompts and chance.random() < 0.6
+        shared = chance.choice(prompts)[: chance.randrange(8, 50)] if begun else []
+        prompts.append([*shared, *prompt_of(chance.randrange(1000), chance.randrange(5, 50))][:90])
+    storing = rank.tiers.storing
+    for prompt in prompts:
+        rank.generate(prompt, chance.randrange(1, 5))
+        if chance.random() < 0.3:
+            storing.keep_all(chance.random() < 0.5)
+    storing.keep_all(True)
+    turns = 0
+    while not storing.has_kept_all:
+        rank.turn()
+        turns += 1
+        assert turns < 30
+    again = TieredRank(num_pages=200, tiers=rank.slabs, **settings)
+    for prompt in reversed(prompts):
+        assert again.generate(prompt) == continuation(prompt, 3, carried)
+
+
 def test_a_rank_that_leaves_does_not_rest_between_looks():
     rank = TieredRank(num_pages=160, in_files=(True,))
     rank.generate(prompt_of(1, 40))
