@@ -25,7 +25,7 @@ def test_hints_become_a_schema():
     tool = tool_of(weather)
     assert (tool.name, tool.description, tool.function) == (
         "weather",
-        "How warm it is.\n\nIn a city.",
+        "Return how warm it is.\n\nIn a city.",
         weather,
     )
     assert tool.parameters == {
