@@ -111,7 +111,7 @@ def test_chat_templates(subtests, request, characters, tmp_path, capsys):
 
 
 def modes(directory):
-    """Who may read the tokenizer may read the weights, too: pods have a user of their own."""
+    """The weights can be read by whoever can read the tokenizer, since pods have a user of their own."""
     return {file.stat().st_mode for file in directory.iterdir()}
 
 

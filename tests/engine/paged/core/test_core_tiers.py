@@ -560,7 +560,7 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pa
 
 @pytest.mark.parametrize("seed", [*range(8), 298])
 def test_keeping_ends_and_what_is_kept_is_right(seed):
-    """With seed 298 the parts of a checkpoint push blocks out that are stored again, and so on."""
+    """What is written stays bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
     num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30)])

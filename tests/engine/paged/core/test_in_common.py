@@ -104,7 +104,7 @@ def test_what_is_in_common_is_that_of_a_list(steps):
 @given(st.lists(prompts, min_size=1, max_size=6), st.integers(1, 6), st.booleans())
 @short_prompts_counted()
 def test_it_is_what_a_rank_need_not_compute(prompts, max_running, has_cache):
-    """As many tokens of prompts that come at once are computed as their rank reports."""
+    """The rank computes as many tokens of prompts that come at once as it reports."""
     rank = Rank(num_pages=200, page_size=BLOCK, chunk_size=8, max_running=max_running, cache=has_cache)
     seqs = [rank.submit(prompt, 1) for prompt in prompts]
     load = rank.core.load()

@@ -461,7 +461,7 @@ class BrokenCapture(Stream):
 
 @pytest.mark.parametrize("allocator_knows", [True, False], ids=str)
 def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
-    """As torch does it, whose own end of a capture raises before the rest of it is undone."""
+    """The capture here ends as torch's does, which raises before the rest of it is undone."""
     under_way = []
 
     def end(device_index, pool):

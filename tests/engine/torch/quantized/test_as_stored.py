@@ -175,7 +175,7 @@ def test_what_cannot_compute_or_is_off_stays(subtests, tmp_path, monkeypatch, ca
 
 
 def test_a_gpu_without_floats_of_8_bits_still_multiplies_those_of_4(subtests, tmp_path, monkeypatch, caplog):
-    """What there is none of here is a device; on one before compute capability 8.9 Triton raises."""
+    """The kernels here are stand-ins: they raise, as Triton does before compute capability 8.9."""
     cuda, name = torch.device("cuda"), "services.engine.torch.quantized.stored_kernel"
     with subtests.test("they are rounded by torch, and products of 4 bits are a kernel's"):
         found = SimpleNamespace(KERNELS=object(), round_rows=fail, round_groups=fail)
