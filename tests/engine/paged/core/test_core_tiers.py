@@ -560,7 +560,7 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pa
 
 @pytest.mark.parametrize("seed", [*range(8), 298])
 def test_keeping_ends_and_what_is_kept_is_right(seed):
-    """What is written stays bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
+    """Writes stay bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
     num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30)])
