@@ -11,7 +11,18 @@ CONTINUES = "ISTHMUS_GPU_CONTINUES"  # in the environment of one that was
 TABLES_FOLLOW = "--- tables"
 
 # A device's lines go first where what is printed is cut: the last ones count.
-_ORDER = ("starts", "sampling", "matmuls", "attention", "launches", "host", "draft", "prompts", "decode")
+_ORDER = (
+    "starts",
+    "sampling",
+    "matmuls",
+    "attention",
+    "launches",
+    "host",
+    "draft",
+    "compiled",
+    "prompts",
+    "decode",
+)
 
 
 def tables_of(figures: Mapping[str, Any]) -> str:

@@ -61,6 +61,7 @@ def parts(
         _bench("gpu.pieces", device, figures, 60, *chosen),
         _eager_cache(device, figures, model, rehearsal),
         _bench("transfer", device, figures, 60, *(_TRANSFER_QUICK if rehearsal else ("--rounds=5",))),
+        _compiled(device, figures, rehearsal),
     ]
     return [replace(part, limit_s=_REHEARSAL_S) for part in chosen_parts] if rehearsal else chosen_parts
 
@@ -83,6 +84,12 @@ def _eager_cache(device: str, figures: Path, model: Path, rehearsal: bool) -> Pa
     """Return the part that runs the side with the cache, and no graphs: what graphs gain is told by both."""
     own = ("--sides", "on", "--graph-mib=0", *_decode_cache(rehearsal))
     return _bench("decode_cache", device, figures, 60, *own, model=model, of="decode_cache.eager")
+
+
+def _compiled(device: str, figures: Path, rehearsal: bool) -> Part:
+    """Return the part that tells what torch.compile would gain; it goes first where time is short."""
+    own = _STEPS_QUICK if rehearsal else ("--batches", "1", "16")
+    return _bench("gpu.steps", device, figures, 50, *own, "--cells", "compiled", of="gpu.compiled")
 
 
 def _tests(name: str, limit_s: float) -> Part:

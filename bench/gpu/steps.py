@@ -1,18 +1,22 @@
 """This benchmark measures steps of the torch engine on a GPU, in each of its ways, beside what others do with
 the same weights.
 
-    python -m bench.gpu.steps --json FILE [--device cuda] [--cells build decode prompts launches host]
+    python -m bench.gpu.steps --json FILE [--device cuda] [--cells build decode continuous prompts ..]
 
 A way is a runner with or without captured graphs, with or without fused operators. A decode step goes on from
 the same K and V on each side:
 
     transformers          eager, with its DynamicCache and sdpa: what ratios are of, within each round
-    transformers static   its StaticCache, captured by hand (static_peer.py)
+    transformers static   its StaticCache, captured by hand (transformers_peers.py)
     loop ..               a hand-written loop in one graph: the upper bound (loop.py)
     .. shared             our runner where the sequences have their context in common
 
 The sides take turns step by step, for ratios, and then each goes some steps alone. A side that cannot run is
 left out, with the end of its traceback.
+
+transformers' continuous batching is a loop of its own, so it is timed alone (`continuous`), between tokens of
+requests that all generate. `--cells compiled` times that static step after torch.compile beside the one
+without, and how long it takes to start; nothing else of ours or theirs is compiled.
 """
 
 import gc
@@ -46,7 +50,7 @@ from bench.gpu.cells import Cell, run_cells, tail_of
 from bench.gpu.launches import host_rows, launch_rows
 from bench.gpu.loop import Loop, flash, merged, paged
 from bench.gpu.model import random_model, runner_on, size_on
-from bench.gpu.static_peer import StaticTransformers
+from bench.gpu.transformers_peers import StaticTransformers, gaps_of_continuous_batching
 from bench.interrupts import end_as_by_ctrl_c
 from bench.report import Row, parser_of, spread
 from services.engine.paged.model_runner import Chunk
@@ -63,7 +67,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8 kv": {"graph_mib": None, "fuses": True, "kv_dtype": "fp8_e4m3"},
     "fp8": {"graph_mib": None, "fuses": True, "kv_dtype": "fp8_e4m3", "weights": "fp8"},
 }
-SECTIONS = ("build", "decode", "prompts", "launches", "host")
+SECTIONS = ("build", "decode", "continuous", "prompts", "launches", "host")
+COMPILED = (1, 16)  # batches
 PACKED = (8, 256)  # prompts of so many tokens in one step
 _MARGIN = 40  # steps beyond the context for which a table has pages
 _PROMPT_ROUNDS = 5
@@ -125,6 +130,15 @@ class Steps:
             if way == "eager":
                 own.append(Cell(f"host {way}", "host", partial(self.host, way)))
             cells += own
+        cells += [
+            Cell(f"continuous {batch}", "decode", partial(self.continuous, batch))
+            for batch in self.plan.batches
+        ]
+        cells += [
+            Cell(f"compiled {batch}", "compiled", partial(self.compiled, batch))
+            for batch in self.plan.batches
+            if batch in COMPILED
+        ]
         # A profiler may leave launches slower than they were, so it comes last.
         cells += [
             Cell(f"launches {way}", "launches", partial(self.launches, way))
@@ -239,6 +253,42 @@ class Steps:
             num_common = context // self.plan.page_size
             shared = [[*tables[0][:num_common], *table[num_common:]] for table in tables]
             add("shared", lambda: Ours(runner, shared, context))
+
+    def continuous(self, batch: int) -> list[Row]:
+        self._close()
+        generator = random.Random(batch)
+        context, num_tokens = self.plan.context, self.plan.rounds + _ALONE
+        prompts = [[generator.randrange(FIRST_ID, 500) for _ in range(context)] for _ in range(batch)]
+        gaps, attends = gaps_of_continuous_batching(self.model, prompts, num_tokens)
+        self.free()
+        name = "transformers continuous"
+        row: Row = _decode_rows({name: gaps}, {name: median(gaps)}, {name: [0] * batch}, {}, "", "")[0]
+        return [{"batch": batch, "context": context} | row | {"beside": "nothing", "by": attends}]
+
+    def compiled(self, batch: int) -> list[Row]:
+        runner, tables, context = self.runner("eager"), self.tables[:batch], self.plan.context
+        assert runner is not None
+        room = self.plan.rounds + _MARGIN
+        plain = StaticTransformers(self.model, self._kv, tables, context, room)
+        began_s = time.perf_counter()
+        compiled = StaticTransformers(self.model, self._kv, tables, context, room, compiles=True)
+        chosen = compiled.step()
+        finish(self.device)
+        cold_s = time.perf_counter() - began_s
+        same = [a == b for a, b in zip(chosen, plain.step(), strict=True)]
+        samples = alternate({"plain": plain.step, "compiled": compiled.step}, self.plan.rounds)
+        self.free()
+        return [
+            {
+                "batch": batch,
+                "context": context,
+                "starts in s": cold_s,
+                "ms": 1e3 * median(samples["compiled"]),
+                "not compiled ms": 1e3 * median(samples["plain"]),
+                "x not compiled": _ratio(samples["plain"], samples["compiled"]),
+                "same": sum(same) / len(same),
+            }
+        ]
 
     def prompts(self, way: str) -> list[Row]:
         runner, generator = self.runner(way), random.Random(1)
@@ -355,7 +405,7 @@ def _prompt_row(
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", type=device_named, default=CPU, help="cpu (default), cuda or cuda:N")
-    parser.add_argument("--cells", nargs="+", default=SECTIONS, help="those that begin so")
+    parser.add_argument("--cells", nargs="+", default=SECTIONS, help="those that begin so; all but compiled")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="default: all")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--context", type=int, default=2048)

@@ -44,7 +44,7 @@ def test_engine_quickly(tmp_path, monkeypatch):
 def test_gpu_steps_quickly(tmp_path, monkeypatch):
     figures = tmp_path / "figures.json"
     sizes = ["--batches=2", "--context=64", "--prompts=64", "--rounds=2", "--page-size=16", "--num-threads=1"]
-    chosen = ["--ways=eager", "--cells", "build", "decode", "prompts"]
+    chosen = ["--ways=eager", "--cells", "build", "decode", "continuous", "prompts"]
     monkeypatch.setattr(sys, "argv", ["steps", *sizes, *chosen, f"--json={figures}"])
     with pytest.raises(SystemExit) as ended:
         steps.main()
@@ -52,6 +52,7 @@ def test_gpu_steps_quickly(tmp_path, monkeypatch):
     assert ended.value.code == 0, written["outcomes"]
     same = {row["side"]: row["same"] for row in written["tables"]["decode"] if row["same"] != ""}
     assert {"eager", "transformers static", "loop flash"} <= {name for name in same if same[name] == 1}
+    assert {row["beside"] for row in written["tables"]["decode"]} == {"eager", "nothing"}
     assert all(row["same"] for row in written["tables"]["prompts"])
     assert any(row["x loop"] for row in headlines({"bench.gpu.steps": written}))
 
