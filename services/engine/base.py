@@ -64,7 +64,9 @@ class HandsOver(Protocol):
         """Return the prefix's ids; None where it is not here any more, or in use."""
 
     async def keep(self, within_s: float) -> None:
-        """Have the rank's tier store what is cached, if it is in files, which a later life finds.
+        """Have the first tier in files, if there is one, store what is cached and what tiers in memory hold.
+
+        A later life finds it there.
 
         Return once that is done, or after so long, also when the engine has ended.
         """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
-from services.engine.paged.storing import TierHealth
+from services.engine.paged.tier_health import TierHealth
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.tiers.books import Block, Place, SlotKind, SlotState, TierBooks
 from services.kv.tiers.tier_keys import keys_of

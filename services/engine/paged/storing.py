@@ -13,20 +13,18 @@ before them, once few units are free.
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+from services.engine.paged.tier_health import TierCounts, TierHealth
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.checkpoints import SavedPoint
 from services.kv.radix_tree import Node
 from services.kv.tiers.books import Block, SlotKind, SlotState, TierBooks
 from services.kv.tiers.tier_keys import ROOT, next_key
-from services.kv.tiers.wait_or_cut import TierTrust
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Move, Store
 from services.tier.thread import TierThread
 from services.values.kv import PageBooks, PageId
-from services.values.rank_reports import RankLoad
 
 log = logging.getLogger(__name__)
 
@@ -42,66 +40,6 @@ _ROOM_SHARE = 16
 _POINTS_SHARE = 8
 
 _State = tuple[PageBooks, int, int, int]
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """The values count since the start, except for the last three."""
-
-    tokens_up: int = 0
-    tokens_down: int = 0
-    tokens_ahead: int = 0  # Files were read for them before it was their request's turn.
-    tokens_shared: int = 0  # They were among those up, and read from other ranks' files.
-    bytes_up: int = 0
-    bytes_down: int = 0
-    file_bytes: int = 0  # These were written to files, from the pool or from a tier above.
-    hits: int = 0  # It counts prompts of which a tier held more than the pool.
-    misses: int = 0
-    loads: dict[str, int] = field(default_factory=dict)  # They are counted by how they ended.
-    overtaken: int = 0  # It counts pages that were evicted before they were copied.
-    errors: int = 0
-    slots: int = 0
-    held: int = 0
-    is_off: bool = False
-
-
-class TierHealth:
-    """It counts errors of tiers, and knows which tiers are left alone for a while."""
-
-    def __init__(self, num_tiers: int, counts: TierCounts, clock: Clock) -> None:
-        self.trust = [TierTrust() for _ in range(num_tiers)]
-        self._counts = counts
-        self._clock = clock
-
-    def __repr__(self) -> str:
-        return f"TierHealth({self.trust})"
-
-    def is_off(self, tier: int) -> bool:
-        return self.trust[tier].is_off(self._clock())
-
-    def rated(self, load: RankLoad, in_files: Sequence[bool], is_off: bool) -> RankLoad:
-        """Return the load with how fast the tiers are read, and others' files, which come last."""
-        rates = {False: 0.0, True: 0.0}
-        for of_files, trust in zip(in_files, self.trust, strict=False):
-            known = [rate for rate in (rates[of_files], trust.bytes_per_s) if rate]
-            rates[of_files] = min(known, default=0.0)  # Of several tiers in files the slowest counts.
-        others = self.trust[-1].bytes_per_s if len(self.trust) > len(in_files) else 0.0
-        told = memory, files, shared, is_off = rates[False], rates[True], others, is_off
-        known_rates = load.memory_tier_bytes_per_s, load.file_tier_bytes_per_s, load.shared_tier_bytes_per_s
-        if told == (*known_rates, load.tiers_off):
-            return load
-        load = replace(load, memory_tier_bytes_per_s=memory, file_tier_bytes_per_s=files, tiers_off=is_off)
-        return replace(load, shared_tier_bytes_per_s=shared)
-
-    def note_error(self, tier: int, why: str, *, reading: bool) -> None:
-        self._counts.errors += 1
-        log.warning("kv_tier_error tier=%d why=%s", tier, why)
-        if self.trust[tier].note_error(self._clock(), reading=reading):
-            self.turn_off(tier, why)
-
-    def turn_off(self, tier: int, why: str) -> None:
-        self.trust[tier].turn_off(self._clock())
-        log.warning("kv_tier_off tier=%d why=%s", tier, why)
 
 
 class Storing:
@@ -143,6 +81,10 @@ class Storing:
         self._moves_at_s: float | None = None  # The budget allows the next move then.
         self._keeps_all = False
         self._may_begin = 0  # So many slots may still be written to keep all.
+        # A tier before the first one in files ends with the worker of the rank. 0: none is in files.
+        self._first_file = next((tier for tier, is_file in enumerate(books.in_files) if is_file), 0)
+        self._has_moved_all = False
+        self._looks_after_move = False
 
     def __repr__(self) -> str:
         return f"Storing(pages={len(self._copied)} moves={self._num_moves})"
@@ -172,25 +114,29 @@ class Storing:
         return min(due_s, default=None)
 
     def keep_all(self, keeps: bool) -> None:
-        """Store all that is cached, or what was used last of it, where the nearest tier is in files.
+        """Store all that is cached, or what was used last of it, in the first tier that is in files.
 
-        A tier in memory ends with the rank's worker, so for that nothing is stored.
+        A tier in memory ends with the rank's worker. So what it holds is moved on to the files, and nothing
+        is stored where there are none.
         """
-        keeps = keeps and self._books.in_files[0]
+        keeps = keeps and any(self._books.in_files)
         if keeps and not self._keeps_all:  # What an earlier look left out is stored now.
             self._looked_at, self._look_at_s = None, 0.0
-            self._may_begin = _MOST_KEPT * self._books.num_slots[0]
+            self._may_begin = _MOST_KEPT * self._books.num_slots[self._first_file]
+            self._has_moved_all = False
         self._keeps_all = keeps
 
     @property
     def has_kept_all(self) -> bool:
         """Return whether nothing is left to store, or nothing was to be kept."""
         is_busy = self._may_store or self._looks_again or self._pages or self._point_of
-        return not (self._keeps_all and is_busy)
+        return not (self._keeps_all and (is_busy or not self._has_moved_all))
 
     def turn(self) -> None:
         self._store_what_goes_next(self._clock())
         self._make_room()
+        if self._keeps_all:
+            self._move_all()
 
     @property
     def _may_store(self) -> bool:
@@ -239,8 +185,9 @@ class Storing:
             self._use_stored(leaf)
             points = self._points.to_use(leaf)
             if not (self._store_all(self._unstored(leaf)) and self._store_points(points)):
-                # Slots that are being written cannot make room, so it looks again when one is written.
+                # Slots that are being written or moved cannot make room, so it looks again when one has been.
                 self._looks_again |= bool(self._pages or self._point_of)
+                self._looks_after_move = True
                 return
 
     def _ends_to_keep(self) -> list[Node]:
@@ -248,7 +195,8 @@ class Storing:
 
         So each path is used more recently than those that it may push out.
         """
-        left, counted, ends = self._books.num_slots[0], set[Node | SavedPoint](), list[Node]()
+        left = self._books.num_slots[self._first_file]
+        counted, ends = set[Node | SavedPoint](), list[Node]()
         for leaf in reversed(self._pool.cache.next_to_go()):
             new: list[Node | SavedPoint] = []
             num_slots, node = 0, leaf
@@ -332,8 +280,12 @@ class Storing:
         if self._books.in_files[tier]:
             self._counts.file_bytes += self._block_bytes
 
+    def _must_move_first(self, num_slots: int) -> bool:
+        """Return whether a store would push out what is still to be moved to the files."""
+        return self._keeps_all and self._first_file > 0 and self._books.free_slots(0) < num_slots
+
     def _store(self, node: Node) -> Block | None:
-        if self._must_wait():
+        if self._must_wait() or self._must_move_first(1):
             return None
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
@@ -364,7 +316,7 @@ class Storing:
             self._keys[point] = keys
         if not keys or keys[-1] in self._books or 2 * len(keys) > self._books.num_slots[0]:
             return True
-        if self._must_wait():
+        if self._must_wait() or self._must_move_first(len(keys)):
             return False
         for left in self._books.find(keys[:1]):  # These parts' end is gone.
             self._books.drop(left)
@@ -445,11 +397,25 @@ class Storing:
                 if self._health.is_off(tier + 1) or not self._move_one(tier):
                     break
 
-    def _move_one(self, tier: int) -> bool:
+    def _move_all(self) -> None:
+        """Move what the tiers in memory hold on towards the first one in files, what was used last first."""
+        for tier in reversed(range(self._first_file)):
+            while (
+                self._num_moves < _MOST_MOVES
+                and self._may_begin > 0
+                and not self._health.is_off(tier + 1)
+                and (tier + 1 == self._first_file or self._books.free_slots(tier + 1))
+            ):
+                if not self._move_one(tier, newest=True):
+                    break
+                self._may_begin -= 1
+        self._has_moved_all = not self._num_moves and self._moves_at_s is None
+
+    def _move_one(self, tier: int, *, newest: bool = False) -> bool:
         if (wait_s := self._wait_s(tier + 1)) > 0:
             self._moves_at_s = self._clock() + wait_s
             return False
-        if (block := self._books.begin_move(tier)) is None:
+        if (block := self._books.begin_move(tier, newest=newest)) is None:
             return False
         move = Move(block)
         if not self._thread.submit(move):
@@ -461,6 +427,8 @@ class Storing:
 
     def note_move(self, move: Move) -> None:
         self._num_moves -= 1
+        if self._looks_after_move:
+            self._looked_at, self._looks_after_move = None, False
         self._books.moved(move.block, good=move.is_done)
         if move.is_done:
             self._note_written(move.target_tier)

@@ -33,7 +33,8 @@ from services.engine.paged.carrying import Carrying
 from services.engine.paged.finding import NOTHING, Finding, Found
 from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
-from services.engine.paged.storing import Storing, TierCounts, TierHealth
+from services.engine.paged.storing import Storing
+from services.engine.paged.tier_health import TierCounts, TierHealth
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.tiers.books import Block, LateTier, SlotKind, TierBooks
 from services.kv.tiers.slot_spans import SlotSpan

@@ -313,15 +313,22 @@ class TierBooks:
             self.drop(block)
         self._unbusy(block)
 
-    def begin_move(self, tier: int) -> Block | None:
+    def begin_move(self, tier: int, *, newest: bool = False) -> Block | None:
         """Begin to move the least recently used leaf of a tier down to the next one.
 
+        `newest` has the most recently used block move whose parent has left its tier or is about to: so a
+        tier that is about to end leaves whole prefixes below, however many of its blocks get there.
+
         Returns:
-            None if there is no next tier, no such leaf, or no room.
+            None if there is no next tier, no such block, or no room.
         """
         if tier + 1 >= len(self._num_slots):
             return None
-        block = next(filter(self._may_move, self._oldest(tier)), None)
+        if newest:
+            last_used = islice(reversed(self._by_use[tier]), _MOST_LOOKED_AT)
+            block = next(filter(self._may_move_before_its_children, last_used), None)
+        else:
+            block = next(filter(self._may_move, self._oldest(tier)), None)
         if block is None or (slot := self._take(tier + 1, spared=block)) is None:
             return None
         block.moves_to = Place(tier + 1, slot)
@@ -441,6 +448,11 @@ class TierBooks:
     def _may_move(self, block: Block) -> bool:
         tier = block.place.tier
         return _is_idle(block) and all(child.place.tier != tier for child in block.children)
+
+    def _may_move_before_its_children(self, block: Block) -> bool:
+        parent = block.parent
+        goes_before = parent is None or parent.place.tier != block.place.tier or parent.moves_to is not None
+        return _is_idle(block) and goes_before
 
     def _unbusy(self, block: Block) -> None:
         block.busy -= 1

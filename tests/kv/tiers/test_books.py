@@ -83,12 +83,16 @@ class BooksMachine(RuleBasedStateMachine):
         self.in_use.remove(place)
         self.books.end_read(block, good=good)
 
-    @rule(target=moves)
-    def begin_move(self):
-        block = self.books.begin_move(0)
+    @rule(target=moves, newest=st.booleans())
+    def begin_move(self, newest):
+        block = self.books.begin_move(0, newest=newest)
         if block is None:
             return multiple()
-        assert all(child.place.tier == 1 for child in block.children), "leaves go first"
+        parent, children = block.parent, block.children
+        if newest:
+            assert parent is None or parent.place.tier or parent.moves_to, "parents go first"
+        else:
+            assert all(child.place.tier == 1 for child in children), "leaves go first"
         self._write(block.moves_to)
         self.in_use.append(block.place)
         return block, block.place, block.moves_to
@@ -220,6 +224,19 @@ def test_a_tier_moves_what_it_cannot_keep_down_to_the_next_one():
     assert first.place.tier == 0, "it was read meanwhile"
     books.end_read(first)
     assert books.begin_move(1) is None
+    books.check()
+
+
+def test_a_tier_that_ends_moves_whole_prefixes_the_last_used_first():
+    books = TierBooks([4, 3])
+    held(books, (1,))
+    first, second, third = held(books, (2,)), held(books, (2, 1)), held(books, (2, 1, 1))
+    books.use(third)
+    moving = [books.begin_move(0, newest=True) for _ in range(3)]
+    assert moving == [first, second, third] and books.begin_move(0, newest=True) is None
+    for block in moving:
+        books.moved(block)
+    assert [block.place.tier for block in moving] == [1, 1, 1] and books.free_slots(0) == 3
     books.check()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from services.engine.paged.model_runner import ModelRunner
-from services.engine.paged.storing import TierCounts
+from services.engine.paged.tier_health import TierCounts
 from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import Tiering
 from services.kv.carried_cache import CarriedCache

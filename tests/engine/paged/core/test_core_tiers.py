@@ -558,13 +558,40 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pa
         assert (again.computed_tokens - before == 3) == (nth <= found), nth
 
 
+def test_a_rank_that_leaves_moves_what_its_memory_tier_holds_to_its_file():
+    """Memory and a file lie below the pool; the second rank has time for a few moves."""
+    for num_turns, at_least in ((40, 4), (3, 1)):
+        rank = TieredRank(num_slots=(24, 64), in_files=(False, True))
+        prompts = [prompt_of(seed, 40) for seed in range(4)]
+        for prompt in prompts:
+            rank.generate(prompt)
+        storing, books = rank.tiers.storing, rank.tiers.books
+        before = [books.free_slots(tier) for tier in range(2)]
+        assert before[1] == 64, "memory has had room"
+        storing.keep_all(True)
+        for _ in range(num_turns):
+            if not storing.has_kept_all:
+                rank.turn()
+        assert storing.has_kept_all == (num_turns == 40)
+        books.check()
+        settings = {"num_pages": 64, "num_slots": (24, 64), "in_files": (False, True)}
+        memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
+        again, found = TieredRank(tiers=[memory, rank.slabs[1]], **settings), 0
+        for prompt in prompts:
+            before = again.computed_tokens
+            assert again.generate(prompt) == continuation(prompt, 3)
+            found += again.computed_tokens - before <= 10
+        assert found >= at_least, (num_turns, found)
+
+
 @pytest.mark.parametrize("seed", [*range(8), 298])
 def test_keeping_ends_and_what_is_kept_is_right(seed):
     """Writes stay bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
-    num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30)])
-    settings = {"num_slots": num_slots, "in_files": (True,) * len(num_slots), "carried": carried}
+    num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30), (8, 40), (20, 12), (6, 10, 20)])
+    in_files = tuple(tier > 0 or chance.random() < 0.5 for tier in range(len(num_slots) - 1))
+    settings = {"num_slots": num_slots, "in_files": (*in_files, True), "carried": carried}
     rank, prompts = TieredRank(num_pages=chance.choice([30, 60, 160]), **settings), []
     for _ in range(chance.randrange(3, 12)):
         begun = prompts and chance.random() < 0.6
