@@ -39,7 +39,7 @@ from services.rank.rank_metrics import DecodeMetrics, HandOverMetrics, PrefillMe
 from services.router.cluster import Cluster
 from services.router.http.bounded_connection import HttpMetrics
 from services.router.models import Models, ModelsCollector
-from services.router.planning import PlanMetrics
+from services.router.plan_loop import PlanMetrics
 from services.router.request.router_metrics import RankCollector, RouterMetrics
 from services.router.tenants import TenantCollector
 from services.router.watch_cluster import WatchMetrics

@@ -46,7 +46,7 @@ from services.router.http.routes import http_app
 from services.router.models import Models, ModelsCollector
 from services.router.models_file import ModelsFile
 from services.router.observed_load import ObservedLoad
-from services.router.planning import Planning
+from services.router.plan_loop import Planning
 from services.router.replay.planner import Goals
 from services.router.request.generation import Generator
 from services.router.request.progress import held_tokens
@@ -275,7 +275,7 @@ def _planning(config: RouterConfig, models: Models, load: ObservedLoad) -> Plann
 def _tokens(config: RouterConfig) -> TokenCallers | None:
     if config.jwks_file is None:
         return None
-    from services.router.tokens import TokenRules, Tokens  # What it needs takes time to import.
+    from services.router.json_web_tokens import TokenRules, Tokens  # What it needs takes time to import.
 
     rules = TokenRules(config.jwt_audience, config.jwt_issuer, config.jwt_tenant_claim)
     return Tokens(config.jwks_file, rules)

@@ -1,4 +1,4 @@
-"""A router remembers the requests of the last minutes, for `isthmus plan` and for its own plan (planning.py).
+"""A router remembers the requests of the last minutes, for `isthmus plan` and its own plan (plan_loop.py).
 
     request ends --> Recorder of its model --+
     requests that run ----------------------+--> Observation --> ListLoad, with names of its own

@@ -176,7 +176,7 @@ def tier_without_digest(patch: pytest.MonkeyPatch) -> None:
 
 def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
     """A block below the pool is named by its own tokens, whatever came before it."""
-    from services.engine.paged import storing
+    from services.engine.paged import tier_storing
     from services.kv.tiers import tier_keys
 
     next_key = tier_keys.next_key
@@ -185,19 +185,19 @@ def tier_wrong_parent(patch: pytest.MonkeyPatch) -> None:
         return next_key(scope_key, tier_keys.ROOT, packed_block)
 
     patch.setattr(tier_keys, "next_key", mutated)
-    patch.setattr(storing, "next_key", mutated)
+    patch.setattr(tier_storing, "next_key", mutated)
 
 
 def demote_after_eviction(patch: pytest.MonkeyPatch) -> None:
     """Pages are copied down though they have been evicted and are somebody else's."""
-    from services.engine.paged.storing import Storing
+    from services.engine.paged.tier_storing import Storing
 
     patch.setattr(Storing, "lent", lambda self, pages: None)
 
 
 def demote_state_after_eviction(patch: pytest.MonkeyPatch) -> None:
     """A checkpoint is copied down though it has been evicted and its state is somebody else's."""
-    from services.engine.paged.storing import Storing
+    from services.engine.paged.tier_storing import Storing
 
     patch.setattr(Storing, "_copy_no_more", lambda self, point: None)
 

@@ -5,7 +5,7 @@
                                                |----cut, late, corrupt, failed-----^   with the blocks read
             admitted to receive, a tier holds more --> RECEIVING, and its pages are reported only then
     down    free pages run short: all that is cached, in order of eviction, each block after its parent
-              --> copied by the tier's thread, while the pages stay evictable (storing.py)
+              --> copied by the tier's thread, while the pages stay evictable (tier_storing.py)
 
 Where ranks share a directory of files, what others keep there is read likewise, and never written. Where its
 own tiers lack anything, a sequence waits a moment for a look at what they keep (services/tier/shared.py).
@@ -30,11 +30,11 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.finding import NOTHING, Finding, Found
 from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
-from services.engine.paged.storing import Storing
+from services.engine.paged.tier_finding import NOTHING, Finding, Found
 from services.engine.paged.tier_health import TierCounts, TierHealth
+from services.engine.paged.tier_storing import Storing
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.tiers.books import Block, LateTier, SlotKind, TierBooks
 from services.kv.tiers.slot_spans import SlotSpan

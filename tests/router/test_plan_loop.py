@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.replay.test_planner import FLEET, conversations
-from services.router.planning import Planning
+from services.router.plan_loop import Planning
 from services.router.replay.following import PlannerJob, RankPlan, Steady, plan
 from services.router.replay.observed import Observation
 from services.router.replay.planner import Goals, Outlook, Size
@@ -128,7 +128,7 @@ async def test_another_process_plans_and_says_what_it_could_not(monkeypatch):
         ("kill -9 $$", ValueError, "ended with -9"),
         ("exec sleep 60", TimeoutError, "^$"),
     ]:
-        monkeypatch.setattr("services.router.planning._COMMAND", ("sh", "-c", script))
-        monkeypatch.setattr("services.router.planning._LONGEST_S", 0.1 if "sleep" in script else 30.0)
+        monkeypatch.setattr("services.router.plan_loop._COMMAND", ("sh", "-c", script))
+        monkeypatch.setattr("services.router.plan_loop._LONGEST_S", 0.1 if "sleep" in script else 30.0)
         with pytest.raises(error, match=why):
             await planning.ask(job)

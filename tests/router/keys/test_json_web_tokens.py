@@ -12,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from router.http.backend import FakeBackend, client
 from services.router.api_keys import BAD_TOKEN, EXPIRED_TOKEN, NO_KEY, WRONG_KEY, ApiKeys
 from services.router.callers import Caller
+from services.router.json_web_tokens import TokenRules, Tokens
 from services.router.router_config import RouterConfig
-from services.router.tokens import TokenRules, Tokens
 from services.values.errors import ConfigError, Unauthenticated
 
 NOW = 1_000_000.0
