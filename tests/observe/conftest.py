@@ -43,6 +43,8 @@ def watched(tmp_path_factory):
 async def _watch(folder, stack, collector):
     lines, tenants = [], folder / "tenants.json"
     tenants.write_text('{"acme": {"weight": 4}, "labs": {"requests_per_minute": 60}}')
+    models = folder / "models.json"
+    models.write_text('{"models": {}, "aliases": {"assistant": {"served": 1}}}')
     shape = Shape(
         model=tiny_checkpoint("gemma3"),  # its windows' tails are carried, and it tells where it can go on
         data_dir=folder / "etcd",
@@ -51,6 +53,7 @@ async def _watch(folder, stack, collector):
         decode_dp_size=2,
         common_flags=(
             "--index-block=16",
+            "--model-name=served",
             f"--otlp-endpoint={collector.endpoint}",
             "--trace-sample-ratio=0.2",
         ),
@@ -61,7 +64,13 @@ async def _watch(folder, stack, collector):
             "--max-running-requests=4",
             "--speculation=lookup",
         ),
-        router_flags=("--plans=remote", f"--tenants={tenants}"),
+        router_flags=(
+            "--plans=remote",
+            f"--tenants={tenants}",
+            f"--models={models}",
+            "--plan-ttft-s=2",
+            "--plan-every-s=20",
+        ),
         ready_timeout_s=300.0,
     )
 

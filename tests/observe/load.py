@@ -76,7 +76,7 @@ async def _chatting(stub):
         chat = generation_pb2.Chat()
         for _ in range(_TURNS):
             chat.messages.add(role="user", content="And then?")
-            request = generation_pb2.GenerateRequest(chat=chat, sampling=sampling)
+            request = generation_pb2.GenerateRequest(chat=chat, sampling=sampling, model="assistant")
             text, answer_id = "", ""
             with contextlib.suppress(grpc.aio.AioRpcError):
                 async for response in stub.Generate(request, timeout=60):
