@@ -62,10 +62,8 @@ def sentences():
     for init in SERVICES.rglob("__init__.py"):
         package = init.parent.relative_to(SERVICES).as_posix()
         if package not in GENERATED and not package.startswith(STAND_INS):
-            yield (
-                relative(init.parent),
-                " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split()),
-            )
+            said = " ".join((ast.get_docstring(ast.parse(init.read_text())) or "").split())
+            yield relative(init.parent), said.removeprefix("This package ")
 
 
 def test_the_map_has_a_line_for_every_package():
