@@ -4,7 +4,7 @@
     itl_s     = a + b for each sequence that its rank decodes beside it
 
 What a request took more than that, or less, is kept as its own: the router's work, hops, and what no model
-says. A replay adds it to what it predicts for the same request.
+says, but not its waits for others. A replay adds it to what it predicts for the same request.
 """
 
 from bisect import bisect_right
@@ -16,7 +16,9 @@ from services.router.replay.observed import Fleet, Observed
 from services.router.replay.ranks import Timing
 
 _FEW = 8  # So many requests at least tell a speed.
-_FAR_OFF, _TURNS = 4.0, 3
+_TURNS = 30
+_EXACT = 0.01  # A smaller relative error counts as this.
+_FAST = 0.3  # So many of the prompts are taken to have waited for no other one while they were computed.
 _HOP_S = 0.0005
 _PRIOR_TOKENS_PER_S, _PRIOR_STEP_S, _PRIOR_BYTES_PER_S = 10_000.0, 0.02, 1e9
 
@@ -57,26 +59,35 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
         )
 
     prefill, decode = timing("prefill"), timing("decode")
-    beyond_s = [_beyond_s(seen, prefill if seen.is_remote else decode) for seen in requests]
-    return FittedSpeeds(prefill, decode, frozenset(measured), beyond_s)
+    prompts = {True: _Overlap(map(_computing, remote)), False: _Overlap(map(_computing, local))}
+
+    def beyond_s(seen: Observed) -> float:
+        if not seen.ttft_s:  # It has no token yet.
+            return 0.0
+        beside_s = others * prompts[seen.is_remote].seconds(*_computing(seen)) - seen.compute_s
+        return _beyond_s(seen, prefill if seen.is_remote else decode, beside_s)
+
+    return FittedSpeeds(prefill, decode, frozenset(measured), [beyond_s(seen) for seen in requests])
 
 
-def _beyond_s(seen: Observed, timing: Timing) -> float:
-    if not seen.ttft_s:  # It has no token yet.
-        return 0.0
+def _beyond_s(seen: Observed, timing: Timing, beside_s: float) -> float:
+    """Others were computed for `beside_s` at the same time, for which it may have waited. A replay has waits
+    of its own."""
     chunks, hops = -(-seen.computed_tokens // timing.chunk_tokens), 3 if seen.is_remote else 1
     compute_s = chunks * timing.chunk_step_s + seen.computed_tokens / timing.tokens_per_s
+    compute_s += max(0.0, min(seen.compute_s - compute_s, beside_s))
     return seen.ttft_s - seen.queue_s - compute_s - seen.transfer_s - hops * timing.hop_s
 
 
 def _compute(requests: Sequence[Observed], fleet: Fleet) -> tuple[float, float] | None:
-    """Return the seconds of a chunk and of a token."""
+    """Return the seconds of a chunk and of a token. A rank computes one prompt after the other, and what one
+    waits for others with its pages is measured as if it were computed: those that took least are believed."""
     points = [
         (float(-(-seen.computed_tokens // fleet.chunk_tokens)), float(seen.computed_tokens), seen.compute_s)
         for seen in requests
         if seen.compute_s > 0
     ]
-    return fitted(points) if len(points) >= _FEW else None
+    return fitted(points, _FAST) if len(points) >= _FEW else None
 
 
 def _bandwidth(fleet: Fleet, remote: Sequence[Observed]) -> float | None:
@@ -118,7 +129,7 @@ def _steps(fleet: Fleet, requests: Sequence[Observed], others: float) -> tuple[f
 
 
 def _computing(seen: Observed) -> tuple[float, float]:
-    ended_s = seen.arrival_s + seen.ttft_s
+    ended_s = seen.arrival_s + seen.ttft_s - seen.transfer_s
     return ended_s - seen.compute_s, ended_s
 
 
@@ -145,22 +156,23 @@ class _Overlap:
         return self._sums[index] + (count * (at_s - self._at_s[index]) if count else 0.0)
 
 
-def fitted(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return a and b of z = a x + b y, neither below 0, with the least squares of relative errors. Points far
-    off, which are those of something else, are left out at a second look."""
-    a, b = _relative(points)
-    off = [abs(a * x + b * y - z) / max(a * x + b * y, 1e-9) for x, y, z in points]
-    most = _FAR_OFF * median(off)
-    near = [point for point, each in zip(points, off, strict=True) if each <= most]
-    return _relative(near) if len(near) >= _FEW else (a, b)
+def fitted(points: Sequence[tuple[float, float, float]], share: float = 0.5) -> tuple[float, float]:
+    """Return a and b of z = a x + b y, neither below 0, so that `share` of the points are below the line, and
+    the sum of relative errors is the least that allows.
 
-
-def _relative(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Weigh the points by what was fitted before. By what was measured, the short ones would count most."""
+    A few points that are far off change that little, where they would decide a sum of squares.
+    """
     usual = median(z for _, _, z in points)
     a, b = _least_squares(points, [usual] * len(points))
     for _ in range(_TURNS):
-        a, b = _least_squares(points, [max(a * x + b * y, usual / 8) for x, y, _ in points])
+        scales = []
+        for x, y, z in points:
+            # By what was measured, and not by what was fitted before, the short ones would count most.
+            expected = max(a * x + b * y, usual / 8)
+            off = (z - a * x - b * y) / expected
+            weight = (share if off > 0 else 1 - share) / max(abs(off), _EXACT)
+            scales.append(expected / weight**0.5)
+        a, b = _least_squares(points, scales)
     return a, b
 
 

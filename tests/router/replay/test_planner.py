@@ -101,6 +101,11 @@ def test_speeds(subtests):
             made += [(1.0, 100.0, 9.0)] * 3
             found = fitted(made)
             assert found == pytest.approx((a, b), rel=0.1, abs=2e-3 if not b else 1e-3), (a, b)
+        for seed in range(9):
+            points = [(float(-(-y // 512)), float(y)) for y in (random.randint(1, 2_000) for _ in range(60))]
+            waited = [random.expovariate(0.3) if n % 4 == 0 else 0.0 for n in range(60)]
+            made = [(x, y, 0.02 * x + 0.0005 * y + w) for (x, y), w in zip(points, waited, strict=True)]
+            assert fitted(made, 0.3) == pytest.approx((0.02, 0.0005), rel=0.05), seed
     with subtests.test("overlapping intervals, counted one by one"):
         intervals = [(begin := random.uniform(0, 50), begin + random.uniform(0, 9)) for _ in range(40)]
         overlap = _Overlap(intervals)
@@ -116,6 +121,20 @@ def test_speeds(subtests):
         assert speeds.decode.step_s + speeds.decode.step_s_per_sequence == pytest.approx(0.011, rel=0.05)
         assert speeds.measured == {"prefill", "steps", "transfer"}
         assert max(speeds.beyond_s) == pytest.approx(0.009)
+    with subtests.test("so are they where each third prompt waits for one that is computed, with its pages"):
+        busy = []
+        for n, first in enumerate(conversations(60, 0.05)):
+            first = replace(first, arrival_s=20.0 * n)
+            busy.append(first)
+            if n % 2:
+                later = replace(conversations(60, 0.05)[n - 1], arrival_s=20.0 * n + 0.001)
+                waits_s = first.arrival_s + first.ttft_s - first.transfer_s - later.arrival_s - 0.0105
+                times = ("ttft_s", "duration_s", "compute_s")
+                busy.append(replace(later, **{name: getattr(later, name) + waits_s for name in times}))
+        speeds = speeds_of(FLEET, busy)
+        assert speeds.prefill.chunk_step_s == pytest.approx(CHUNK_S, rel=0.05)
+        assert speeds.prefill.tokens_per_s == pytest.approx(1 / TOKEN_S, rel=0.05)
+        assert speeds.beyond_s == pytest.approx([0.009] * len(busy), abs=0.002)
     with subtests.test("the time of a step under the load of all, from what one of four routers saw"):
         made = [observed(random.uniform(0, 300), range(4), 0, 200, ttft_s=0.1) for _ in range(2_000)]
         began = sorted(seen.arrival_s for seen in made)
