@@ -89,9 +89,10 @@ class Ours:
         pins: Pins,
         tells: bool = True,
         pulls: bool = True,
+        draw: int = 0,
     ) -> None:
         """Ranks are taken to go on wherever they hold unless `tells` is set, and none is told of a source
-        unless `pulls` is."""
+        unless `pulls` is. Ties are drawn from the router and `draw`."""
         timing = fleet.timing
         self.index, self.below = PrefixIndex(), PrefixIndex()
         self._balance = Balance(
@@ -119,7 +120,7 @@ class Ours:
         self._plans = fleet.plans
         self._pins = pins
         self._router = share.index
-        self._random = Random(share.index)
+        self._random = Random(share.index + share.of * draw)
         self._placed: dict[int, tuple[Sequence[BlockHash], Decision]] = {}
 
     def choose(self, request: TraceRequest) -> tuple[int, int | None]:

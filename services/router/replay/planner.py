@@ -6,6 +6,9 @@ Every number of ranks gets the same requests at the same times, and what each to
 replays differ by their ranks alone. What ranks held before the first request is put there first, as the
 requests found it. A prompt of a conversation is sent as long after the last answer as it was in truth.
 
+A p99 is decided by a few long prompts, and what they wait by the router that each comes to, and by ties. So
+each number of ranks is replayed up to three times, drawn otherwise; by who asks again soon, once.
+
 An answer comes within seconds: about 800 requests are replayed at most, copies for more load included, in
 blocks so large that a prompt has some dozen, and of the numbers of ranks only those near the least.
 """
@@ -25,6 +28,7 @@ from services.values.rank import Plan
 
 MOST_REQUESTS = 800
 FEW_REQUESTS = 50
+_MOST_REPLAYED, _MOST_DRAWS = 1_600, 3
 _UNCOUNTED_SHARE = 0.1  # The queues of the first ones are shorter than they were.
 _BUSY = 0.85  # Ranks that compute more of the time have queues that grow, or soon will.
 _CLEARLY = 0.9  # A TTFT below this part of another is a lower one.
@@ -212,6 +216,8 @@ class Trial:
         pages = (request.num_pages(self._block_tokens) for request in self.workload.requests)
         answers = (-(-request.output_tokens // self._block_tokens) for request in self.workload.requests)
         self._least_blocks = max(map(add, pages, answers))
+        draws = min(_MOST_DRAWS, _MOST_REPLAYED // len(self.workload.requests))
+        self._draws = 1 if from_now else max(1, draws)
 
     def of(self, size: Size) -> Outlook:
         if size not in self.tried:
@@ -219,6 +225,9 @@ class Trial:
         return self.tried[size]
 
     def _replayed(self, size: Size) -> Outlook:
+        return self._outlook(size, [self._replay(size, draw) for draw in range(self._draws)])
+
+    def _replay(self, size: Size, draw: int) -> Replay:
         fleet, block_tokens = self.fleet, self._block_tokens
         setting = Setting(
             size.prefill,
@@ -228,25 +237,27 @@ class Trial:
             timing=replace(self.speeds.decode, block_tokens=block_tokens),
             prefill_timing=replace(self.speeds.prefill, block_tokens=block_tokens),
             routers=max(1, min(_MOST_ROUTERS, fleet.routers)),
+            draw=draw,
         )
         # A plan does not count on pulls, which not every engine has.
         is_local = Plan.LOCAL in fleet.plans or not size.prefill
         policy = "ours-alone" if is_local else "ours-remote-alone"
         replay = Replay(setting, policy, [*self.workload.warm, *self.workload.requests])
         replay.serve()
-        return self._outlook(size, replay)
+        return replay
 
-    def _outlook(self, size: Size, replay: Replay) -> Outlook:
+    def _outlook(self, size: Size, replays: Sequence[Replay]) -> Outlook:
         workload, goals = self.workload, self._goals
+        all_jobs = [job for replay in replays for job in replay.jobs]
         num_warm, num_requests = len(workload.warm), len(workload.requests)
         first = num_warm + workload.waiting + int(_UNCOUNTED_SHARE * (num_requests - workload.waiting))
         beyond_s = [self._beyond_s[index] for index in workload.sources]
-        jobs = [job for job in replay.jobs if job.request.number >= first]
+        jobs = [job for job in all_jobs if job.request.number >= first]
         ttft = [max(0.0, job_ttft_s(job) + beyond_s[job.request.number - num_warm]) for job in jobs]
         itl = [job_itl_s(job) for job in jobs]
         good = sum(a <= goals.ttft_s and b <= goals.itl_s for a, b in zip(ttft, itl, strict=True)) / len(jobs)
-        served = [job for job in replay.jobs if job.request.number >= num_warm + workload.waiting]
-        busy = _busy(served, size, self._span_s)
+        served = [job for job in all_jobs if job.request.number >= num_warm + workload.waiting]
+        busy = _busy(served, size, len(replays) * self._span_s)
         ttft, itl = sorted(ttft), sorted(itl)
         prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
         return Outlook(

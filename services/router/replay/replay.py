@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
+from random import Random
 from typing import Protocol
 
 from services.router.ranks.rank_order import Share
@@ -71,8 +73,8 @@ class Replay:
 
     def serve(self) -> None:
         """Let every request be served."""
-        for index, policy in enumerate(self._policies):
-            for request in self._requests[index :: len(self._policies)]:
+        for policy, requests in zip(self._policies, self._by_router(), strict=True):
+            for request in requests:
                 if request.after:
                     self._waiting[request.number] = len(request.after)
                     for number in request.after:
@@ -84,12 +86,20 @@ class Replay:
             assert rank.cache.num_open == 0, f"{rank.id} still holds pages"
         assert len(self.jobs) == len(self._requests)
 
+    def _by_router(self) -> list[Sequence[TraceRequest]]:
+        number, draw = len(self._policies), self._setting.draw
+        if not draw:
+            return [self._requests[index::number] for index in range(number)]
+        random = Random(draw)
+        routers = [random.randrange(number) for _ in self._requests]
+        return [list(compress(self._requests, map(index.__eq__, routers))) for index in range(number)]
+
     def _make_policies(self, name: str) -> list[Policy]:
         setting = self._setting
         pins = Pins(self._events, setting.staleness_s)
         shares = [Share(i, setting.routers) for i in range(setting.routers)]
         fleet, tells, pulls = self._fleet(name), name != "ours-held", not name.endswith("-alone")
-        return [Ours(fleet, self._events, share, pins, tells, pulls) for share in shares]
+        return [Ours(fleet, self._events, share, pins, tells, pulls, setting.draw) for share in shares]
 
     def _fleet(self, name: str) -> SimulatedFleet:
         setting = self._setting

@@ -18,6 +18,7 @@ class Setting:
     states: int = 0  # per rank, to go on from; 0: a model without, which goes on wherever blocks are held
     staleness_s: float = 0.25  # of the index, beyond the publisher's gathering
     routers: int = 1
+    draw: int = 0  # Each other one has ties and, beyond 0, the requests of each router drawn otherwise.
     workload: str = "trace"
     copies: int = 1
     duration_s: float | None = None

@@ -2,10 +2,12 @@
 
 from bisect import bisect
 from dataclasses import replace
+from itertools import chain
 from random import Random
 
 import pytest
 
+from services.router.replay import planner
 from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import (
     Fleet,
@@ -17,7 +19,8 @@ from services.router.replay.observed import (
     packed,
     unpacked,
 )
-from services.router.replay.planner import Goals, Size, Trial, _others, advise
+from services.router.replay.planner import Goals, Size, Trial, _others, advise, job_ttft_s, quantile
+from services.router.replay.replay import Replay
 from services.router.replay.speeds import _Overlap, fitted, speeds_of
 from services.values.rank import Plan
 
@@ -191,7 +194,7 @@ def test_a_load_that_is_larger(subtests):
             assert {*request.blocks} & known == {*request.blocks[:4]}
 
 
-def test_how_many_ranks_are_enough(subtests):
+def test_how_many_ranks_are_enough(subtests, monkeypatch):
     goals = Goals(ttft_s=1.2, itl_s=0.1)
     seen = Observation(FLEET, conversations(30, 1.0))
     advice = advise(seen, goals)
@@ -210,6 +213,27 @@ def test_how_many_ranks_are_enough(subtests):
     with subtests.test("routers that were not asked are taken to send as much"):
         of_four = replace(seen, fleet=replace(FLEET, routers=4))
         assert [_others(replace(of_four, routers=asked)) for asked in (1, 2, 4, 5)] == [4.0, 2.0, 1.0, 1.0]
+    with subtests.test("a p99 is that of three replays, which differ by ties and who asked which router"):
+        replays: list[Replay] = []
+
+        class Kept(Replay):
+            def serve(self) -> None:
+                super().serve()
+                replays.append(self)
+
+        monkeypatch.setattr(planner, "Replay", Kept)
+        of_two = Observation(replace(FLEET, routers=2), conversations(60, 4.0), 2)
+        trial = Trial(of_two, goals, 1.0, 1)
+        outlook, first = trial.of(Size(1, 1)), 12 + len(trial.workload.warm)
+        each = [[job for job in one.jobs if job.request.number >= first] for one in replays]
+        own = [sorted(map(job_ttft_s, jobs)) for jobs in each]
+        assert len(each) == 3 and len({tuple(ttft) for ttft in own}) == 3
+        most_beyond_s = max(trial.speeds.beyond_s)
+        assert outlook.ttft_p99_s == pytest.approx(quantile(sorted(chain(*own)), 0.99), abs=most_beyond_s)
+        replays.clear()
+        Trial(of_two, goals, 1.0, 1, from_now=True).of(Size(1, 1))
+        assert [sorted(map(job_ttft_s, replays[0].jobs))[-1], len(replays)] == [max(own[0]), 1]
+        monkeypatch.undo()
     with subtests.test("more load is copies of the last requests, as many in all"):
         many = replace(seen, requests=conversations(400, 4.0))
         assert len(Trial(many, goals, 4.0, 1).workload.requests) == 800
