@@ -5,6 +5,7 @@ memory that they had the first time. What waits for a value is refused.
 """
 
 import functools
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -18,45 +19,54 @@ _tapes = []
 class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self._calls = []
+        self._calls, self._memory = [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name in WAITING:
             raise RuntimeError(f"{func._schema.name} waits for the device")
         kwargs = kwargs or {}
         given = func(*args, **kwargs)
-        self._calls.append((func, args, kwargs, given))
+        self._memory.append((args, kwargs, given))
+        again = _again(func, args, kwargs, given)
+        if again is not None:
+            self._calls.append(again)
         return given
 
     def call(self, kernel, args, named):
         with _disable_current_modes():
             given = kernel(*args, **named)
-        self._calls.append((None, kernel, (args, named), given))
+        self._calls.append(lambda: _copy(kernel(*args, **named), given))
         return given
 
     def replay(self):
         with torch.inference_mode():
-            for func, args, kwargs, given in self._calls:
-                if func is None:
-                    _copy(args(*kwargs[0], **kwargs[1]), given)
-                else:
-                    _again(func, args, kwargs, given)
+            for call in self._calls:
+                call()
+
+
+@functools.cache
+def _makes_memory(func):
+    return "empty" in func._schema.name or "lift_fresh" in func._schema.name
+
+
+@functools.cache
+def _writes(func):
+    aliases = [each.alias_info for each in (*func._schema.returns, *func._schema.arguments)]
+    return any(alias is not None and alias.is_write for alias in aliases)
 
 
 def _again(func, args, kwargs, given):
-    name, schema = func._schema.name, func._schema
-    if "empty" in name or "lift_fresh" in name:
-        return
-    aliases = [each.alias_info for each in (*schema.returns, *schema.arguments)]
-    writes = any(alias is not None and alias.is_write for alias in aliases)
+    """Return a function that makes the call again in the same memory, or None where that is nothing."""
+    if _makes_memory(func):
+        return None
+    if _writes(func):
+        return lambda: func(*args, **kwargs)
     before = [each for each in tree_leaves(given) if isinstance(each, torch.Tensor)]
     inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     held = {each.untyped_storage().data_ptr() for each in inputs if each.untyped_storage().nbytes()}
-    if not writes and before and all(each.untyped_storage().data_ptr() in held for each in before):
-        return  # a view stays one
-    after = func(*args, **kwargs)
-    if not writes:
-        _copy(after, before)
+    if before and all(each.untyped_storage().data_ptr() in held for each in before):
+        return None  # a view stays one
+    return lambda: _copy(func(*args, **kwargs), before)
 
 
 def _copy(after, before):
@@ -84,6 +94,23 @@ def computed_again(compute):
     """A Capture that runs the definition again each time."""
     compute()
     return compute
+
+
+class Either:
+    """This is a Capture whose steps are replayed, or on demand run the definition again in the same memory."""
+
+    def __init__(self):
+        self._replays = True
+
+    def __call__(self, compute):
+        replay = capture(compute)
+        return lambda: (replay if self._replays else compute)()
+
+    @contextmanager
+    def computing(self):
+        self._replays = False
+        yield
+        self._replays = True
 
 
 def recorded(kernel):

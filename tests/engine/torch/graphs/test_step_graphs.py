@@ -154,16 +154,16 @@ def computed(made, chunks, by, rows=None):
 
 
 def check_family(family):
-    made = Made(family, tape.capture)
+    made = Made(family, either := tape.Either())
     assert made.graphs._buckets, family
-    again = Made(family, tape.computed_again)
     # Graphs of 1, 4 and 5 rows, each more than once, so that one finds what its last step has left.
     for seed, num_rows in enumerate((1, 3, 5, 4, 5, 1)):
         chunks = made.step(num_rows, seed)
         made.randomize(seed)
         replayed, most_probable, left = computed(made, chunks, made.graphs.compute)
-        again.randomize(seed)
-        fresh, _, left_fresh = computed(again, chunks, again.graphs.compute)
+        made.randomize(seed)
+        with either.computing():
+            fresh, _, left_fresh = computed(made, chunks, made.graphs.compute)
         assert torch.equal(replayed, fresh)
         assert all(map(torch.equal, left, left_fresh))
         assert torch.equal(most_probable, replayed.argmax(1))
@@ -174,7 +174,7 @@ def check_family(family):
         torch.testing.assert_close(replayed, anew, atol=2e-3, rtol=1e-3)
         for own, other in zip(left, left_anew, strict=True):
             torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
-    assert made.graphs.counts == {"graph": 6}
+    assert made.graphs.counts == {"graph": 12}
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -219,8 +219,7 @@ def kept_by(made, chunks, by, counts):
 
 
 def check_drafts(family):
-    made = Made(family, tape.capture, max_rows=12, max_drafts=2)
-    again = Made(family, tape.computed_again, max_rows=12, max_drafts=2)
+    made = Made(family, either := tape.Either(), max_rows=12, max_drafts=2)
     runs = [each.buffers.room.runs for each in made.graphs._buckets if each.buffers.room.runs]
     assert {(each.num_runs, each.num_tokens) for each in runs} == {(n, k) for n in (1, 2, 4) for k in (2, 3)}
     for nth, (lengths, counts) in enumerate(
@@ -235,8 +234,9 @@ def check_drafts(family):
         chunks[0] = replace(chunks[0], start=0 if nth == 1 else chunks[0].start)
         made.randomize(nth)
         replayed = kept_by(made, chunks, made.graphs.compute, counts)
-        again.randomize(nth)
-        fresh = kept_by(again, chunks, again.graphs.compute, counts)
+        made.randomize(nth)
+        with either.computing():
+            fresh = kept_by(made, chunks, made.graphs.compute, counts)
         assert all(map(torch.equal, replayed, fresh))
         made.randomize(nth)
         anew = kept_by(made, chunks, lambda c, rows: made.model.compute(made.pools, c, rows), counts)
@@ -244,7 +244,7 @@ def check_drafts(family):
         for what, (own, other) in enumerate(zip(replayed, anew, strict=True)):
             if what not in range(of_states.start, of_states.stop):  # A graph stores no state until then.
                 torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
-    assert made.graphs.counts == {"graph": 5}
+    assert made.graphs.counts == {"graph": 10}
     prompt = Chunk(
         range(5, 9), 0, [9], True, GREEDY, slot=7, tails=(TailPages(0, [9]),) * len(chunks[0].tails)
     )
@@ -264,19 +264,20 @@ def test_drafts_of_recurrent_layers_are_replayed(family):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("page_size", [PAGE_SIZE, 1])
-def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog, page_size):
+def test_states_that_drafts_leave_wrong_are_refused(monkeypatch, caplog, subtests):
     own = StepBuffers.keep
     monkeypatch.setattr(StepBuffers, "keep", lambda self, counts: own(self, [3 - each for each in counts]))
-    made = Made("falcon_h1", tape.computed_again, max_rows=12, max_drafts=2, page_size=page_size)
-    assert made.graphs._buckets
-    assert {each.buffers.room.runs for each in made.graphs._buckets} == {None}
-    assert caplog.text.count("reason='states differ by") == 6
+    for page_size in (PAGE_SIZE, 1):
+        with subtests.test(page_size=page_size):
+            caplog.clear()
+            made = Made("falcon_h1", tape.computed_again, max_rows=12, max_drafts=2, page_size=page_size)
+            assert made.graphs._buckets
+            assert {each.buffers.room.runs for each in made.graphs._buckets} == {None}
+            assert caplog.text.count("reason='states differ by") == 6
 
 
 def check_scans(family):
-    made = Made(family, tape.capture, max_rows=2, max_prompt_tokens=70)
-    again = Made(family, tape.computed_again, max_rows=2, max_prompt_tokens=70)
+    made = Made(family, either := tape.Either(), max_rows=2, max_prompt_tokens=70)
     assert [each.size[:2] for each in made.graphs._buckets] == [(0, 1), (0, 2), (70, 0)]
     for nth, start in enumerate((0, 33)):
         [chunk] = made.prompts([70], nth)
@@ -285,15 +286,17 @@ def check_scans(family):
         tails = (TailPages(0, pages),) * len(chunk.tails)
         chunks = [replace(chunk, start=start, pages=pages, tails=tails, slot=3)]
         left = []
-        for own, by in [(made, made.graphs.compute), (again, again.graphs.compute), (made, None)]:
-            own.randomize(nth)
-            anew = lambda c, rows: made.model.compute(made.pools, c, rows)  # noqa: E731
-            logits, _, memory = computed(own, chunks, by or anew, [69])
+        anew = lambda c, rows: made.model.compute(made.pools, c, rows)  # noqa: E731
+        graphs = made.graphs.compute
+        for way, by in [(nullcontext(), graphs), (either.computing(), graphs), (nullcontext(), anew)]:
+            made.randomize(nth)
+            with way:
+                logits, _, memory = computed(made, chunks, by, [69])
             left.append([logits, *memory])
         assert all(map(torch.equal, left[0], left[1]))
         for replayed, other in zip(left[0], left[2], strict=True):
             torch.testing.assert_close(replayed, other, atol=2e-3, rtol=1e-3)
-    assert made.graphs.counts == {"graph": 2}
+    assert made.graphs.counts == {"graph": 4}
     other = replace(
         chunks[0], slot=4, pages=list(range(50, 57)), tails=(TailPages(0, range(50, 57)),) * len(tails)
     )
@@ -459,9 +462,7 @@ class BrokenCapture(Stream):
         raise RuntimeError("cudaErrorStreamCaptureInvalidated")
 
 
-@pytest.mark.parametrize("allocator_knows", [True, False], ids=str)
-def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
-    """The capture here ends as torch's does, which raises before the rest of it is undone."""
+def leave_nothing(monkeypatch, allocator_knows):
     under_way = []
 
     def end(device_index, pool):
@@ -485,6 +486,13 @@ def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, allocator_knows):
         Stream.current = Stream.current._stream
     assert Stream.current == "the default one"
     assert under_way == [(3, "pool")]
+
+
+def test_a_capture_that_is_broken_leaves_nothing(monkeypatch, subtests):
+    """The capture here ends as torch's does, which raises before the rest of it is undone."""
+    for allocator_knows in (True, False):
+        with subtests.test(allocator_knows=allocator_knows), monkeypatch.context() as patching:
+            leave_nothing(patching, allocator_knows)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -608,8 +616,7 @@ def test_slots_are_checked(subtests):
 
 
 def check_prompts(family):
-    made = Made(family, tape.capture, max_prompt_tokens=100)
-    again = Made(family, tape.computed_again, max_prompt_tokens=100)
+    made = Made(family, either := tape.Either(), max_prompt_tokens=100)
     sizes = [bucket.size[:2] for bucket in made.graphs._buckets if bucket.size[0]]
     assert sizes == [(64, 0), (64, MAX_ROWS), (100, 0), (100, MAX_ROWS)]
     for num_rows, lengths in ((0, [2]), (0, [40, 21]), (3, [64]), (5, [2, 3, 70]), (2, [65])):
@@ -620,8 +627,9 @@ def check_prompts(family):
         rows = [end - 1 for end in ends]
         with torch.inference_mode():
             replayed, most_probable, left = computed(made, chunks, made.graphs.compute, rows)
-            again.randomize(1)
-            fresh, _, left_fresh = computed(again, chunks, again.graphs.compute, rows)
+            made.randomize(1)
+            with either.computing():
+                fresh, _, left_fresh = computed(made, chunks, made.graphs.compute, rows)
             assert torch.equal(replayed, fresh)
             assert all(map(torch.equal, left, left_fresh))
             assert torch.equal(most_probable, replayed.argmax(1))
@@ -632,7 +640,7 @@ def check_prompts(family):
         torch.testing.assert_close(replayed, anew, atol=2e-3, rtol=1e-3)
         for own, other in zip(left, left_anew, strict=True):
             torch.testing.assert_close(own, other, atol=2e-3, rtol=1e-3)
-    assert made.graphs.counts == {"graph": 5}
+    assert made.graphs.counts == {"graph": 10}
     assert made.graphs.compute(made.prompts([101], 1), [100]) is None
 
 
