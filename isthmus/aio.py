@@ -191,7 +191,8 @@ class AsyncClient(BaseClient[AsyncStream, AsyncConversation]):
         self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None
     ) -> str:
         """Return the tokens' text, including special tokens."""
-        request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
+        named = self._defaults | ({"model": model} if model else {})
+        request = pb.DetokenizeRequest(token_ids=token_ids, **named)
         return str((await self._ask(self._stub.Detokenize, request, timeout or self._timeout_s)).text)
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:

@@ -177,7 +177,8 @@ class Client(BaseClient[Stream, Conversation]):
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
         """Return the tokens' text, including special tokens."""
-        request = pb.DetokenizeRequest(model=model or self._defaults["model"], token_ids=token_ids)
+        named = self._defaults | ({"model": model} if model else {})
+        request = pb.DetokenizeRequest(token_ids=token_ids, **named)
         return str(self._ask(self._stub.Detokenize, request, timeout or self._timeout_s).text)
 
     def models(self, *, timeout: float | None = None) -> list[Model]:

@@ -99,9 +99,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeResponse:
-        named = GenerateRequest(model=request.model)
+        named = callers.own(GenerateRequest(model=request.model, tenant=request.tenant))
         generator = self._models.take(named).generator
-        text = await generator.detokenize(named.model, request.token_ids)
+        text = await generator.detokenize(named.model, request.token_ids, named.tenant)
         return generation_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(

@@ -94,9 +94,8 @@ class Quota:
     def take_output(self, tokens: int, now_s: float, share: float = 1.0) -> None:
         self._take(OUTPUT_TOKENS, tokens, now_s, share)
 
-    def give_back(self, prompt_tokens: int, now_s: float, share: float = 1.0) -> None:
-        """Undo what one request has taken."""
-        self._take(REQUESTS, -1, now_s, share)
+    def give_back(self, prompt_tokens: int, requests: int, now_s: float, share: float = 1.0) -> None:
+        self._take(REQUESTS, -requests, now_s, share)
         self._take(PROMPT_TOKENS, -prompt_tokens, now_s, share)
 
     def _refusal(self, name: str, now_s: float, share: float) -> Refusal | None:

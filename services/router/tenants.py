@@ -136,6 +136,7 @@ class Account:
         self.tenant = tenant
         self._sessions = sessions
         self.quota = Quota(tenant.limits)
+        self._looks = Quota(TenantLimits())
         self.requests = 0
         self.prompt_tokens = 0
         self.computed_tokens = 0
@@ -154,9 +155,18 @@ class Account:
     def leave(self) -> None:
         self.quota.leave()
 
-    def give_back(self, prompt_tokens: int) -> None:
-        """Give back what a request has taken that was sent to no rank."""
-        self.quota.give_back(prompt_tokens, self._clock(), self._share())
+    def look(self) -> None:
+        """Count a call that generates nothing. The tenant may make as many of them a minute as requests, and
+        beside these. Raises OverLimit."""
+        self._looks.limits = TenantLimits(self.tenant.limits.requests_per_minute)
+        refusal = self._looks.enter(self._clock(), self._share())
+        self._check(refusal, " with calls that generate nothing")
+        self._looks.leave()
+
+    def give_back(self, prompt_tokens: int, requests: int) -> None:
+        """Give back what a request has taken that was sent to no rank. One that was invalid stays counted:
+        whoever repeats it costs the router its text each time."""
+        self.quota.give_back(prompt_tokens, requests, self._clock(), self._share())
 
     def check_together(self, requests: int) -> None:
         """Raise InvalidRequest where so many requests of one call can never run at the same time."""
@@ -208,7 +218,7 @@ class Account:
         name, key = self.tenant.name, f"{tenant}\0{conversation_id}"
         self._sessions.put(name, key, (self._sessions.peek(name, key) or 0) + tokens, 1)
 
-    def _check(self, refusal: Refusal | None) -> None:
+    def _check(self, refusal: Refusal | None, what: str = "") -> None:
         if refusal is None:
             return
         self.refused[refusal.limit] += 1
@@ -219,9 +229,8 @@ class Account:
             if self.tenant.name == OTHERS
             else (f"tenant {self.tenant.name!r} is")
         )
-        raise OverLimit(
-            f"{whose} over {refusal.limit}: {whole:g} allowed{share}; try again in {wait_s:.0f} s", wait_s
-        )
+        over = f"{whose} over {refusal.limit}{what}: {whole:g} allowed{share}"
+        raise OverLimit(f"{over}; try again in {wait_s:.0f} s", wait_s)
 
 
 @contextmanager

@@ -126,7 +126,9 @@ class GrpcSide:
 
     async def is_token(self, token_id: int) -> bool:
         stub = generation_pb2_grpc.GenerationStub(self._channel)
-        request = generation_pb2.DetokenizeRequest(model=self._model, token_ids=[token_id])
+        request = generation_pb2.DetokenizeRequest(
+            model=self._model, token_ids=[token_id], tenant=self._tenant
+        )
         try:
             with grpc_errors.renaming():
                 await stub.Detokenize(request, timeout=self._timeout_s, metadata=self._metadata)

@@ -85,6 +85,7 @@ class TokenizeCall:
 class DetokenizeCall:
     model: str
     token_ids: list[int]
+    tenant: str
 
 
 def read_tokenize_call(fields: Mapping[str, object], headers: Mapping[str, str]) -> TokenizeCall:
@@ -101,7 +102,7 @@ def read_detokenize_call(fields: Mapping[str, object], headers: Mapping[str, str
     body = Body(fields)
     if body.get("tokens") is None:
         raise body.wrong("tokens", "must be set")
-    return DetokenizeCall(body.text("model"), body.integers("tokens"))
+    return DetokenizeCall(body.text("model"), body.integers("tokens"), headers.get(TENANT, ""))
 
 
 class Tokenizing:
@@ -122,8 +123,9 @@ class Tokenizing:
 
     async def detokenize(self, request: Request) -> Response:
         call = await self._bodies.read(request, read_detokenize_call)
-        named = GenerateRequest(model=call.model)
-        text = await self._models.take(named).generator.detokenize(named.model, call.token_ids)
+        named = callers.own(GenerateRequest(model=call.model, tenant=call.tenant))
+        generator = self._models.take(named).generator
+        text = await generator.detokenize(named.model, call.token_ids, named.tenant)
         # vLLM uses the first name, and SGLang the second.
         return JSONResponse({"prompt": text, "text": text})
 

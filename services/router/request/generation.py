@@ -159,9 +159,10 @@ class Generator:
     async def explain(self, request: generation_pb2.GenerateRequest) -> Explanation:
         """Return where the request would go now without a deadline; nothing is sent or remembered.
 
-        Raises Unavailable where no decode rank is registered, and the errors of a refused request as
-        `generate` does.
+        Raises Unavailable where no decode rank is registered, OverLimit where the tenant makes too many such
+        calls, and the errors of a refused request as `generate` does.
         """
+        self._look(request.tenant)
         past = self._past(request)
         checked = await self._check(request)
         checked = await self._encoded(checked, await self._encoder().encode(request, past), past)
@@ -177,19 +178,27 @@ class Generator:
     async def tokenize(self, request: generation_pb2.GenerateRequest) -> generation_pb2.TokenizeResponse:
         """Return the prompt's ids, even if they are too many, and the size of the context. Raises as
         `explain`, and ContextExceeded where the prompt is many times too long."""
+        self._look(request.tenant)
         await self._check(request)
         context_tokens = self._cluster.max_context_tokens()
         encoder = self._encoder(_MOST_CONTEXTS * context_tokens)
         prompt = await encoder.encode(request, self._past(request))
         return generation_pb2.TokenizeResponse(token_ids=prompt.ids, max_context_tokens=context_tokens)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
+        """Return the tokens' text, with special tokens. Raises InvalidRequest, NotFound, Unavailable and
+        OverLimit."""
+        self._look(tenant)
         self._adapter_of(model)
         if not token_ids or max(token_ids) >= self._tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token_ids must be at least one id below the vocabulary's size {self._tokenizer.vocab_size}"
             )
         return await asyncio.to_thread(self._tokenizer.text_of, token_ids)
+
+    def _look(self, tenant: str) -> None:
+        if self._limited is not None:
+            self._limited.account(tenant).look()
 
     def time_limit_s(self, timeout_s: float | None) -> float:
         """Return the seconds in which a call with this timeout, or none, is over with all responses."""
@@ -468,7 +477,8 @@ class Generator:
             if account is not None:
                 account.served(checked.tenant, checked.conversation_id, progress.served_tokens)
                 if not progress.was_placed:
-                    account.give_back(progress.taken_tokens)
+                    is_invalid = outcome == InvalidRequest.__name__
+                    account.give_back(progress.taken_tokens, 0 if is_invalid else 1)
             self._cluster.ended(checked.answer_key)
             self._report_end(progress, outcome)
 

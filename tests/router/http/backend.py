@@ -107,7 +107,7 @@ class FakeBackend:
         self.requests.append(request)
         return TokenizeResponse(token_ids=[72, 73, 33], max_context_tokens=512)
 
-    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+    async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
         return "".join(map(self.token_text, token_ids))
 
     def list_models(self) -> ListModelsResponse:

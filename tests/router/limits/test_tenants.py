@@ -3,15 +3,18 @@
 import json
 import math
 import os
+import time
 from contextlib import ExitStack
 from unittest.mock import MagicMock
 
+import grpc
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.http.backend import FakeBackend, chat, client
+from router.http.backend import FakeBackend, chat, client, models_of
 from router.request.test_generation import LosingCluster
+from router.test_generation_service import serving
 from services.router.callers import ANYBODY, Caller, calling
 from services.router.connections.rank_connections import DecodeRankLost
 from services.router.generation_service import GenerationService
@@ -20,6 +23,7 @@ from services.router.request.generation import Generator
 from services.router.tenants import OTHERS, Tenant, TenantCollector, Tenants, read_tenants
 from services.values.errors import (
     ConfigError,
+    ContextExceeded,
     Forbidden,
     InvalidRequest,
     NotFound,
@@ -113,11 +117,11 @@ def test_tenants_without_a_name_in_the_file_share_a_limit_and_a_series(tmp_path)
 def served(tmp_path, character_tokenizer):
     """Make a generator, and the cluster that it would use."""
 
-    def make(**tenants):
+    def make(clock=time.monotonic, **tenants):
         cluster, path = LosingCluster(1, moves_penalties=False), written(tmp_path / "tenants", **tenants)
         limits = {"max_attempts": 1, "max_wait_s": 1.0, "request_timeout_s": 60.0}
-        generator = Generator("m", character_tokenizer, cluster, MagicMock(), **limits, tenants=Tenants(path))
-        return generator, cluster
+        limited = Tenants(path, clock=clock)
+        return Generator("m", character_tokenizer, cluster, MagicMock(), **limits, tenants=limited), cluster
 
     return make
 
@@ -167,6 +171,13 @@ async def test_over_its_limit_a_tenants_request_reaches_no_rank(served, subtests
         await ask(generator)
         with pytest.raises(OverLimit):
             await ask(generator)
+    with subtests.test("but not the request that was invalid, which cost the router its text"):
+        generator, cluster = served(acme={"requests_per_minute": 1})
+        with pytest.raises(ContextExceeded):
+            await ask(generator, text="a" * 150)
+        with pytest.raises(OverLimit, match="requests_per_minute"):
+            await ask(generator)
+        assert not cluster.excluded
     with subtests.test("a prompt that came while others took theirs"):
         generator, cluster = served(acme={"prompt_tokens_per_minute": 3})
         account = generator._limited.account("acme")
@@ -269,6 +280,53 @@ async def test_http_says_which_limit_and_when_to_come_again():
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
     assert "requests_per_minute" in error["message"]
+
+
+LOOKS = {
+    "Tokenize": generation_pb2.TokenizeRequest(request={"text": "abc"}),
+    "Explain": generation_pb2.ExplainRequest(request={"text": "abc"}),
+    "Detokenize": generation_pb2.DetokenizeRequest(token_ids=[5]),
+    "/tokenize": {"prompt": "abc"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "abc"}]},
+}
+
+
+async def looked(path, generator, tenant):
+    """Return a call's status over gRPC or HTTP, after how many seconds to come again, and what it says."""
+    if path[0] == "/":
+        async with client(generator, models=models_of(generator)) as http:
+            answer = await http.post(path, json=LOOKS[path], headers={"x-isthmus-tenant": tenant})
+            return answer.status_code, answer.headers.get("retry-after"), answer.text
+    asked = LOOKS[path]
+    (asked if path == "Detokenize" else asked.request).tenant = tenant
+    async with serving(GenerationService(models_of(generator), None)) as stub:
+        try:
+            await getattr(stub, path)(asked, timeout=20)
+        except grpc.aio.AioRpcError as error:
+            wait_ms = dict(error.trailing_metadata()).get("grpc-retry-pushback-ms")
+            return error.code(), wait_ms and wait_ms.removesuffix("000"), error.details()
+        return grpc.StatusCode.OK, None, ""
+
+
+@pytest.mark.parametrize("path", LOOKS)
+async def test_calls_that_generate_nothing_have_a_rate_of_their_own(served, path):
+    """A client that counts before it asks loses no answer by that, and cannot count without end."""
+    limits = {"requests_per_minute": 2, "prompt_tokens_per_minute": 3}
+    generator, cluster = served(clock=lambda: 0.0, acme=limits)
+    cluster.explain, cluster.ranks = MagicMock(side_effect=Unavailable("no rank")), lambda role: ["d0"]
+    good, over = (200, 429) if path[0] == "/" else (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+    if path == "Explain":
+        good = grpc.StatusCode.UNAVAILABLE
+    assert [(await looked(path, generator, "acme"))[0] for _ in range(2)] == [good, good]
+    for _ in range(2):
+        status, retry_after, text = await looked(path, generator, "acme")
+        assert (status, retry_after) == (over, "30"), text
+        assert "over requests_per_minute with calls that generate nothing: 2 allowed" in text
+    assert (await looked(path, generator, "labs"))[0] == good
+    account = generator._limited.account("acme")
+    assert (account.refused["requests_per_minute"], account.requests, account.quota.running) == (2, 0, 0)
+    await ask(generator)  # Its requests and prompt tokens are all still there.
 
 
 async def test_a_list_of_more_prompts_than_may_ever_run_is_refused_for_good(served, subtests):

@@ -459,14 +459,14 @@ async def test_a_prompt_is_counted_though_no_context_holds_it(character_tokenize
 async def test_the_text_of_ids_has_its_special_tokens(character_tokenizer):
     generator = reading(character_tokenizer)
     ids = [*character_tokenizer.encode("ab", special_tokens=False), *character_tokenizer.eos_token_ids]
-    assert await generator.detokenize("m", ids) == "ab" + character_tokenizer.token_text(ids[-1])
+    assert await generator.detokenize("m", ids, "") == "ab" + character_tokenizer.token_text(ids[-1])
     for model, wrong, error in (
         ("another", ids, NotFound),
         ("", [], InvalidRequest),
         ("", [character_tokenizer.vocab_size], InvalidRequest),
     ):
         with pytest.raises(error):
-            await generator.detokenize(model, wrong)
+            await generator.detokenize(model, wrong, "")
 
 
 def test_the_ranks_of_a_model_are_those_that_are_up():
