@@ -10,6 +10,7 @@ says, but not its waits for others. A replay adds it to what it predicts for the
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import fmean, median
 
 from services.router.replay.observed import Fleet, Observed
@@ -18,7 +19,8 @@ from services.router.replay.ranks import Timing
 _FEW = 8  # So many requests at least tell a speed.
 _TURNS = 30
 _EXACT = 0.01  # A smaller relative error counts as this.
-_FAST = 0.3  # So many of the prompts are taken to have waited for no other one while they were computed.
+_ALONE = 0.1  # A prompt was computed alone if others were for no more than this part of its time.
+_FAST = 0.1  # So many of those that were not are taken to have waited for none.
 _HOP_S = 0.0005
 _PRIOR_TOKENS_PER_S, _PRIOR_STEP_S, _PRIOR_BYTES_PER_S = 10_000.0, 0.02, 1e9
 
@@ -35,7 +37,11 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
     """Return the speeds of ranks that serve `others` times these requests."""
     remote = [seen for seen in requests if seen.is_remote and seen.computed_tokens]
     local = [seen for seen in requests if not seen.is_remote and seen.computed_tokens]
-    compute = {"prefill": _compute(remote, fleet), "decode": _compute(local, fleet)}
+    beside_remote, beside_local = _Beside(remote, others), _Beside(local, others)
+    compute = {
+        "prefill": _compute(remote, fleet, beside_remote),
+        "decode": _compute(local, fleet, beside_local),
+    }
     measured = {role for role, found in compute.items() if found is not None}
     usual = compute["prefill"] or compute["decode"] or (0.0, 1 / (fleet.tokens_per_s or _PRIOR_TOKENS_PER_S))
     steps, bytes_per_s = _steps(fleet, requests, others), _bandwidth(fleet, remote)
@@ -59,35 +65,46 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
         )
 
     prefill, decode = timing("prefill"), timing("decode")
-    prompts = {True: _Overlap(map(_computing, remote)), False: _Overlap(map(_computing, local))}
-
-    def beyond_s(seen: Observed) -> float:
-        if not seen.ttft_s:  # It has no token yet.
-            return 0.0
-        beside_s = others * prompts[seen.is_remote].seconds(*_computing(seen)) - seen.compute_s
-        return _beyond_s(seen, prefill if seen.is_remote else decode, beside_s)
-
-    return FittedSpeeds(prefill, decode, frozenset(measured), [beyond_s(seen) for seen in requests])
+    beyond_s = [
+        _beyond_s(seen, *((prefill, beside_remote) if seen.is_remote else (decode, beside_local)))
+        for seen in requests
+    ]
+    return FittedSpeeds(prefill, decode, frozenset(measured), beyond_s)
 
 
-def _beyond_s(seen: Observed, timing: Timing, beside_s: float) -> float:
-    """Others were computed for `beside_s` at the same time, for which it may have waited. A replay has waits
-    of its own."""
+class _Beside:
+    """A rank computes one prompt after the other, and counts what one waits for others with its pages as its
+    computation. Which rank computed one is not known, but that it cannot have waited longer than others were
+    computed at the same time."""
+
+    def __init__(self, requests: Sequence[Observed], others: float) -> None:
+        self._overlap = _Overlap(map(_computing, requests))
+        self._others = others
+
+    def seconds(self, seen: Observed) -> float:
+        return self._others * max(0.0, self._overlap.seconds(*_computing(seen)) - seen.compute_s)
+
+
+def _beyond_s(seen: Observed, timing: Timing, beside: _Beside) -> float:
+    """A replay has waits of its own, so that what it may have waited for others is left out."""
+    if not seen.ttft_s:  # It has no token yet.
+        return 0.0
     chunks, hops = -(-seen.computed_tokens // timing.chunk_tokens), 3 if seen.is_remote else 1
     compute_s = chunks * timing.chunk_step_s + seen.computed_tokens / timing.tokens_per_s
-    compute_s += max(0.0, min(seen.compute_s - compute_s, beside_s))
+    compute_s += max(0.0, min(seen.compute_s - compute_s, beside.seconds(seen)))
     return seen.ttft_s - seen.queue_s - compute_s - seen.transfer_s - hops * timing.hop_s
 
 
-def _compute(requests: Sequence[Observed], fleet: Fleet) -> tuple[float, float] | None:
-    """Return the seconds of a chunk and of a token. A rank computes one prompt after the other, and what one
-    waits for others with its pages is measured as if it were computed: those that took least are believed."""
+def _compute(requests: Sequence[Observed], fleet: Fleet, beside: _Beside) -> tuple[float, float] | None:
+    """Return the seconds of a chunk and of a token, as prompts took that were computed alone. Of the others
+    those that took least are believed."""
+    computed = [seen for seen in requests if seen.compute_s > 0]
     points = [
         (float(-(-seen.computed_tokens // fleet.chunk_tokens)), float(seen.computed_tokens), seen.compute_s)
-        for seen in requests
-        if seen.compute_s > 0
+        for seen in computed
     ]
-    return fitted(points, _FAST) if len(points) >= _FEW else None
+    shares = [0.5 if beside.seconds(seen) <= _ALONE * seen.compute_s else _FAST for seen in computed]
+    return fitted(points, shares) if len(points) >= _FEW else None
 
 
 def _bandwidth(fleet: Fleet, remote: Sequence[Observed]) -> float | None:
@@ -156,9 +173,11 @@ class _Overlap:
         return self._sums[index] + (count * (at_s - self._at_s[index]) if count else 0.0)
 
 
-def fitted(points: Sequence[tuple[float, float, float]], share: float = 0.5) -> tuple[float, float]:
-    """Return a and b of z = a x + b y, neither below 0, so that `share` of the points are below the line, and
-    the sum of relative errors is the least that allows.
+def fitted(
+    points: Sequence[tuple[float, float, float]], shares: Iterable[float] = repeat(0.5)
+) -> tuple[float, float]:
+    """Return a and b of z = a x + b y, neither below 0, with the least sum of relative errors. `shares` tell
+    how likely each point is below the line, and the less likely, the less its error above that weighs.
 
     A few points that are far off change that little, where they would decide a sum of squares.
     """
@@ -166,7 +185,7 @@ def fitted(points: Sequence[tuple[float, float, float]], share: float = 0.5) -> 
     a, b = _least_squares(points, [usual] * len(points))
     for _ in range(_TURNS):
         scales = []
-        for x, y, z in points:
+        for (x, y, z), share in zip(points, shares, strict=False):
             # By what was measured, and not by what was fitted before, the short ones would count most.
             expected = max(a * x + b * y, usual / 8)
             off = (z - a * x - b * y) / expected

@@ -106,9 +106,11 @@ def test_speeds(subtests):
             assert found == pytest.approx((a, b), rel=0.1, abs=2e-3 if not b else 1e-3), (a, b)
         for seed in range(9):
             points = [(float(-(-y // 512)), float(y)) for y in (random.randint(1, 2_000) for _ in range(60))]
-            waited = [random.expovariate(0.3) if n % 4 == 0 else 0.0 for n in range(60)]
-            made = [(x, y, 0.02 * x + 0.0005 * y + w) for (x, y), w in zip(points, waited, strict=True)]
-            assert fitted(made, 0.3) == pytest.approx((0.02, 0.0005), rel=0.05), seed
+            for each, share in ((4, 0.3), (2, 0.1)):  # of which one waited
+                waited = [random.expovariate(0.3) if n % each == 0 else 0.0 for n in range(60)]
+                made = [(x, y, 0.02 * x + 0.0005 * y + w) for (x, y), w in zip(points, waited, strict=True)]
+                shares = [share if w else 0.5 for w in waited]
+                assert fitted(made, shares) == pytest.approx((0.02, 0.0005), rel=0.1), (seed, each)
     with subtests.test("overlapping intervals, counted one by one"):
         intervals = [(begin := random.uniform(0, 50), begin + random.uniform(0, 9)) for _ in range(40)]
         overlap = _Overlap(intervals)
@@ -229,7 +231,9 @@ def test_how_many_ranks_are_enough(subtests, monkeypatch):
         own = [sorted(map(job_ttft_s, jobs)) for jobs in each]
         assert len(each) == 3 and len({tuple(ttft) for ttft in own}) == 3
         most_beyond_s = max(trial.speeds.beyond_s)
-        assert outlook.ttft_p99_s == pytest.approx(quantile(sorted(chain(*own)), 0.99), abs=most_beyond_s)
+        assert outlook.ttft_p99_s == pytest.approx(
+            quantile(sorted(chain(*own)), 0.99), abs=1.01 * most_beyond_s
+        )
         replays.clear()
         Trial(of_two, goals, 1.0, 1, from_now=True).of(Size(1, 1))
         assert [sorted(map(job_ttft_s, replays[0].jobs))[-1], len(replays)] == [max(own[0]), 1]
