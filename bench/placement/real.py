@@ -64,6 +64,7 @@ class Replay:
         self._ended = [asyncio.Event() for _ in requests]
         self._said: dict[str, list[int]] = {}  # by session
         self._random = random.Random(1)
+        self.sent_s: dict[int, float] = {}
         self.ttft_s: dict[int, float] = {}
         self.computed_tokens = self.prompt_tokens = 0
 
@@ -92,7 +93,7 @@ class Replay:
             conversation_id=request.session,
         )
         ids: list[int] = []
-        sent_s = time.monotonic()
+        sent_s = self.sent_s[request.number] = time.monotonic()
         async for response in self._stubs[request.number % len(self._stubs)].Generate(asked, timeout=600):
             if response.token_ids and not ids:
                 self.ttft_s[request.number] = time.monotonic() - sent_s
