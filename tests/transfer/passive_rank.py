@@ -13,6 +13,8 @@ from services.values.kv import PoolMemory
 
 
 def main() -> None:
+    # NIXL imports torch, which takes more than a second, to ask a torch without CUDA for its CUDA.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     name, seed, *shapes = sys.argv[1:]
     rng = np.random.default_rng(int(seed))
     pools = [rng.integers(0, 256, tuple(map(int, shape.split("x"))), dtype=np.uint8) for shape in shapes]

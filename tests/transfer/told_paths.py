@@ -27,6 +27,7 @@ def environment() -> int | None:
 
 
 def main() -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as in passive_rank.py
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     pages = np.full((NUM_PAGES, PAGE_BYTES), 7, dtype=np.uint8)
     rank = PassiveRank("nixl", (NUM_PAGES, PAGE_BYTES), seed=1)
