@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from etcd.real_etcd import FAST
 from services.etcd.embedded import EmbeddedEtcd
 from services.observe import traces
 
@@ -45,15 +46,17 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def checkpoints_folder(tmp_path_factory):
-    """For checkpoints.py, which few tests import: it takes torch with it."""
-    os.environ["ISTHMUS_TEST_CHECKPOINTS"] = str(tmp_path_factory.getbasetemp() / "checkpoints")
+    """For checkpoints.py, which few tests import: it takes torch with it. All workers of a run share one."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    os.environ["ISTHMUS_TEST_CHECKPOINTS"] = str(folder / "checkpoints")
 
 
 @pytest.fixture(scope="session")
 def etcd_endpoint(tmp_path_factory):
-    """One etcd for all cluster tests of a process; each test is a cluster of its own in it."""
+    """One etcd for all tests of a process; each is a cluster of its own in it."""
     with asyncio.Runner() as runner:
-        server = EmbeddedEtcd(tmp_path_factory.mktemp("etcd"))
+        server = EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), extra_arguments=FAST)
         runner.run(server.start())
         yield server.endpoint
         runner.run(server.stop())

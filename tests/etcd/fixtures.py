@@ -1,4 +1,4 @@
-"""An etcd of a test process's own, and clients of it: for the conftest of each folder that needs them."""
+"""Clients of a test process's etcd, and an etcd that a test may kill, for the folders that need them."""
 
 import itertools
 import os
@@ -14,12 +14,6 @@ from services.etcd.etcd_client import Etcd
 from services.index.keys import ClusterKeys
 
 _numbers = itertools.count()
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    async with EmbeddedEtcd(tmp_path_factory.mktemp("etcd"), extra_arguments=FAST) as server:
-        yield server.endpoint
 
 
 @pytest_asyncio.fixture

@@ -1,8 +1,11 @@
-"""Tiny random checkpoints, each made once per process, where pytest cleans up however the process ends."""
+"""Tiny random checkpoints, each made once for all processes of a run. Pytest cleans up however that ends."""
 
 import os
+import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,6 +13,21 @@ from transformers import PreTrainedModel
 from bench.families import FAMILIES
 from services.cli.model import make_model as make_models
 from services.cli.model.make_model import make_model
+
+
+def made_once(name: str, make: Callable[[Path], object]) -> Path:
+    """Return the folder of that name, which `make` writes unless another process has."""
+    folder = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"])  # set by conftest.py
+    if not (directory := folder / name).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            make(Path(own) / name)
+            try:
+                (Path(own) / name).rename(directory)
+            except OSError:
+                if not directory.exists():  # Else another process was faster.
+                    raise
+    return directory
 
 
 @cache
@@ -20,17 +38,12 @@ def tiny_checkpoint(
     num_kv_heads: int = 2,
     window: int | None = None,
 ) -> Path:
-    folder = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"])  # set by conftest.py
-    directory = folder / f"{architecture}-{tokenizer}-{seed}-{num_kv_heads}-{window}"
-    make_model(
-        directory,
-        FAMILIES.get(architecture, architecture),
-        tokenizer=tokenizer,
-        seed=seed,
-        num_kv_heads=num_kv_heads,
-        window=window,
+    family = FAMILIES.get(architecture, architecture)
+    settings = {"tokenizer": tokenizer, "seed": seed, "num_kv_heads": num_kv_heads, "window": window}
+    return made_once(
+        "-".join(map(str, (architecture, *settings.values()))),
+        lambda directory: make_model(directory, family, **settings),
     )
-    return directory
 
 
 def _rope(kind: str, **settings: float) -> dict[str, dict[str, float | str]]:
@@ -101,8 +114,10 @@ _PLAIN = dict(
 @cache
 def shaped_checkpoint(name: str) -> Path:
     """One of SHAPES, with make_model's weights: every token of a prompt counts."""
-    directory = Path(os.environ["ISTHMUS_TEST_CHECKPOINTS"]) / f"shape-{name}"
-    architecture, changes = SHAPES[name]
+    return made_once(f"shape-{name}", lambda directory: _make_shaped(directory, *SHAPES[name]))
+
+
+def _make_shaped(directory: Path, architecture: str, changes: dict[str, Any]) -> None:
     config_class, model_class = make_models._MODELS[architecture]
     config = config_class(**{**_PLAIN, **changes}, initializer_range=make_models._GAIN_AT)
     with torch.random.fork_rng(devices=[]):
@@ -112,7 +127,6 @@ def shaped_checkpoint(name: str) -> Path:
         _fill_tied(model)
     model.save_pretrained(directory)
     make_models._make_tokenizer("characters", 512, "plain").save_pretrained(directory)
-    return directory
 
 
 def _fill_tied(model: PreTrainedModel) -> None:

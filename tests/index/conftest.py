@@ -1,3 +1,3 @@
-from etcd.fixtures import etcd, etcd_endpoint, keys, own_server
+from etcd.fixtures import etcd, keys, own_server
 
-__all__ = ["etcd", "etcd_endpoint", "keys", "own_server"]
+__all__ = ["etcd", "keys", "own_server"]
