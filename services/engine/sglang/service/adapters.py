@@ -43,6 +43,7 @@ def read_adapter(name: str, directory: Path) -> FoundAdapter:
             config, content = config_of((directory / CONFIG).read_bytes()), (directory / WEIGHTS).read_bytes()
         layers = lora_layers(config, _shapes(content))
         _require_one_scale(config, layers.values())
+        _require_fused(layers)
         return FoundAdapter(Adapter(name, digest_of(layers, content)), directory.resolve(), layers)
     except (ConfigError, InvalidRequest) as error:
         raise ConfigError(f"adapter {name} of {directory}: {error}") from error
@@ -101,3 +102,14 @@ def _require_one_scale(config: Mapping[str, Any], layers: Iterable[LoraLayer]) -
             "engine sglang scales all layers by lora_alpha / r: it serves no use_rslora, rank_pattern and "
             "alpha_pattern"
         )
+
+
+def _require_fused(layers: Iterable[str]) -> None:
+    """Raise ConfigError where SGLang, which fuses q_proj, k_proj and v_proj, would miss one of an adapter."""
+    by_parent: dict[str, set[str]] = {}
+    for layer in layers:
+        parent, _, name = layer.rpartition(".")
+        by_parent.setdefault(parent, set()).add(name)
+    for parent, names in by_parent.items():
+        if names & {"q_proj", "k_proj", "v_proj"} and not names >= {"q_proj", "v_proj"}:
+            raise ConfigError(f"engine sglang takes no {parent} without both q_proj and v_proj")

@@ -30,7 +30,7 @@ DIGEST = "0" * 32
 
 @pytest.fixture(scope="module")
 def directory():
-    return adapter_of(tiny_checkpoint(), "sglang", ("q_proj", "down_proj"), rank=3)
+    return adapter_of(tiny_checkpoint(), "sglang", ("q_proj", "v_proj", "down_proj"), rank=3)
 
 
 def test_what_sglang_would_compute_wrong_is_refused(subtests, directory, tmp_path):
@@ -40,7 +40,7 @@ def test_what_sglang_would_compute_wrong_is_refused(subtests, directory, tmp_pat
     for name, content in {
         "use_rslora": {"use_rslora": True},
         "alpha_pattern": {"alpha_pattern": {"q_proj": 1}},
-        "rank_pattern": {"r": 4, "rank_pattern": {"q_proj": 3, "down_proj": 3}},
+        "rank_pattern": {"r": 4, "rank_pattern": {"[qv]_proj": 3, "down_proj": 3}},
         "only LORA": {"peft_type": "LOHA"},
     }.items():
         changed = tmp_path / name
@@ -51,11 +51,16 @@ def test_what_sglang_would_compute_wrong_is_refused(subtests, directory, tmp_pat
         (changed / CONFIG).write_text(json.dumps(told | content))
         with subtests.test(name), pytest.raises(ConfigError, match=f"adapter a of .*{name}"):
             read_adapter("a", changed)
+    for fused in (("q_proj", "k_proj", "o_proj"), ("v_proj", "gate_proj")):
+        part = adapter_of(tiny_checkpoint(), "part", fused)
+        with subtests.test(fused), pytest.raises(ConfigError, match=r"layers\.0\.self_attn without both"):
+            read_adapter("a", part)
 
 
 def test_memory_is_reserved_for_the_adapters_of_the_start_and_for_usual_ones_if_more_may_come(directory):
     own = lora_arguments({"a": directory}, loads_later=False)
-    assert own[-4:] == ["--max-lora-rank=3", "--lora-target-modules", "down_proj", "q_proj"]
+    assert "--max-lora-rank=3" in own
+    assert own[-4:] == ["--lora-target-modules", "down_proj", "q_proj", "v_proj"]
     later = lora_arguments({}, loads_later=True)
     assert "--max-lora-rank=64" in later and {"k_proj", "up_proj"} < {*later}
 
