@@ -89,7 +89,8 @@ def requests(seed: int = 1) -> list[TraceRequest]:
 
 
 def observed(job: Job, now: float) -> Observed:
-    """Return a request as a router would have recorded it by now."""
+    """Return a request as a router would have recorded it by now. Ranks have pages enough, and count what a
+    prompt waits for others as its computation."""
     request, is_remote = job.request, job.prefill is not None
     blocks, conversation = sequence_hashes(request.blocks, 1, _SEED), 1 + int(request.session[1:])
     if not job.first_token_s:
@@ -98,7 +99,6 @@ def observed(job: Job, now: float) -> Observed:
     ended_s = job.ended_s or now
     ttft_s = job.first_token_s - request.arrival_s
     output = request.output_tokens if job.ended_s else max(1, int((now - job.first_token_s) / TIMING.step_s))
-    compute_s = (job.computed_s if is_remote else job.first_token_s) - job.began_s
     return Observed(
         request.arrival_s,
         request.prompt_tokens,
@@ -108,8 +108,8 @@ def observed(job: Job, now: float) -> Observed:
         job.delta_tokens,
         ttft_s,
         ended_s - request.arrival_s,
-        max(0.0, ttft_s - compute_s - job.transfer_s - 0.003),
-        compute_s,
+        0.0,
+        ttft_s - job.transfer_s - 0.003,
         job.transfer_s,
         is_remote,
         bool(job.ended_s),

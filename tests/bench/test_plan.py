@@ -1,12 +1,18 @@
 """What bench.plan counts; in its loop ranks come and go, and no request is lost."""
 
+from math import inf
 from types import SimpleNamespace
 
 import pytest
 
 from bench import closed_loop
-from bench.closed_loop import Loop, Size, follower, observed, run
+from bench.closed_loop import POOL_BLOCKS, TIMING, Loop, Size, fleet, follower, observed, run
 from bench.plan import measured, spread
+from services.router.replay.observed import Observation
+from services.router.replay.planner import Trial, job_ttft_s, quantile
+from services.router.replay.ranks import Job
+from services.router.replay.replay import Replay
+from services.router.replay.setting import Setting
 
 
 def test_what_is_measured():
@@ -20,6 +26,26 @@ def test_what_is_measured():
     assert row["measured_hits"] == pytest.approx(1 - sum(range(2, 20)) / (18 * 20))
     low_s, high_s = spread([*range(1_000)], 0.99)
     assert 980 <= low_s < 990 < high_s <= 999
+
+
+def test_busy_ranks_tell_what_more_of_them_would_give():
+    asked = [request for request in closed_loop.requests() if request.arrival_s < 500.0]
+
+    def served(size: Size) -> list[Job]:
+        setting = Setting(size.prefill, size.decode, blocks=POOL_BLOCKS, timing=TIMING)
+        replay = Replay(setting, "ours-alone", asked)
+        replay.serve()
+        return replay.jobs
+
+    few, more = Size(1, 2), Size(3, 3)
+    seen = sorted((observed(job, inf) for job in served(few)), key=lambda each: each.arrival_s)
+    waited = [each for each in seen if each.compute_s > 2 * each.computed_tokens / TIMING.tokens_per_s]
+    assert len(waited) > len(seen) / 5
+    trial = Trial(Observation(fleet(few, 1e9), seen), closed_loop.GOALS, 1.0, 1)
+    for size in (few, more):
+        ttft, told = sorted(map(job_ttft_s, served(size))), trial.of(size)
+        assert told.ttft_p50_s == pytest.approx(quantile(ttft, 0.5), rel=0.15)
+        assert told.ttft_p99_s == pytest.approx(quantile(ttft, 0.99), rel=0.25)
 
 
 @pytest.mark.long
