@@ -217,33 +217,35 @@ async def test_an_etcd_that_lost_its_memory_is_read_from_the_beginning(tmp_path:
                 await until(lambda: follower.state == {b"a": b"2", b"c": b"3"})
 
 
-@pytest.mark.parametrize(("value", "leased"), [(b"2", False), (b"1", True)])
-async def test_another_etcd_that_wrote_the_same_key_at_the_same_revision_is_another(
-    tmp_path: Path, value: bytes, leased: bool
-) -> None:
-    """Under a lease it may even be the same value: a rank registers with the same words."""
+async def follow_to_another(folder: Path, value: bytes, leased: bool) -> None:
     async with (
-        EmbeddedEtcd(tmp_path / "other", extra_arguments=FAST) as server,
+        EmbeddedEtcd(folder / "other", extra_arguments=FAST) as server,
         client(server.endpoint) as etcd,
     ):
         await etcd.put(b"p/a", value, (await etcd.grant_lease(60))[0] if leased else 0)
         await etcd.put(b"p/b", b"1")
-    async with EmbeddedEtcd(tmp_path / "one", extra_arguments=FAST) as server:
+    async with EmbeddedEtcd(folder / "one", extra_arguments=FAST) as server:
         port = int(server.endpoint.rpartition(":")[2])
         async with client(server.endpoint) as etcd, following(etcd, b"p/") as follower:
             await etcd.put(b"p/a", b"1")
             await until(lambda: follower.state == {b"a": b"1"})
             await server.kill()
-            async with EmbeddedEtcd(tmp_path / "other", client_port=port, extra_arguments=FAST):
+            async with EmbeddedEtcd(folder / "other", client_port=port, extra_arguments=FAST):
                 await until(lambda: follower.watch.listings == 2)
                 assert any(batch.rewound for batch in follower.batches)
                 await until(lambda: follower.state == {b"a": value, b"b": b"1"})
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_a_quiet_watch_is_no_trouble(
-    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch, answers: bool
+async def test_another_etcd_that_wrote_the_same_key_at_the_same_revision_is_another(
+    tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
+    """Under a lease it may even be the same value: a rank registers with the same words."""
+    for value, leased in [(b"2", False), (b"1", True)]:
+        with subtests.test(value=value):
+            await follow_to_another(tmp_path / value.decode(), value, leased)
+
+
+async def stay_quiet(etcd: Etcd, prefix: bytes, monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     opened, progress = [], []
     write = EtcdStream.write
 
@@ -255,13 +257,21 @@ async def test_a_quiet_watch_is_no_trouble(
 
     monkeypatch.setattr(EtcdStream, "write", spy)
     idle_timeout_s = 1.0 if answers else 0.1  # a busy etcd answers after a tenth of a second, too
-    async with following(etcd, keys.prefix, idle_timeout_s=idle_timeout_s) as follower:
+    async with following(etcd, prefix, idle_timeout_s=idle_timeout_s) as follower:
         await until(lambda: len(progress) >= 3)
         assert len(opened) == 1 if answers else len(opened) > 1
         assert follower.watch.trouble is None
-        await etcd.put(keys.prefix + b"a", b"1")
+        await etcd.put(prefix + b"a", b"1")
         await until(lambda: follower.state == {b"a": b"1"})
         assert follower.watch.listings == 1
+
+
+async def test_a_quiet_watch_is_no_trouble(
+    etcd: Etcd, keys: ClusterKeys, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    for answers in (True, False):
+        with subtests.test(answers=answers), monkeypatch.context() as patching:
+            await stay_quiet(etcd, keys.prefix + str(answers).encode(), patching, answers)
 
 
 async def test_a_member_that_falls_silent_is_left_by_the_watch(

@@ -171,11 +171,7 @@ async def test_of_a_call_that_has_ended_nothing_is_kept_though_its_handler_was_i
     assert [known() for known in met] == [None] * 3
 
 
-@pytest.mark.parametrize("error", [errors.InvalidRequest, KeyError])
-async def test_what_is_refused_is_let_go_without_the_collector(error, monkeypatch):
-    """An error holds frames, and these the message: of large ones a few circles would fill the memory long
-    before the collector has counted enough objects."""
-    monkeypatch.setattr(guard.logger, "disabled", True)  # what pytest catches of a log holds its errors
+async def let_go(error):
     beside_messages = []
 
     class Beside:
@@ -210,3 +206,12 @@ async def test_what_is_refused_is_let_go_without_the_collector(error, monkeypatc
             assert [beside() for beside in beside_messages] == [None] * 4
         finally:
             gc.enable()
+
+
+async def test_what_is_refused_is_let_go_without_the_collector(monkeypatch, subtests):
+    """An error holds frames, and these the message: of large ones a few circles would fill the memory long
+    before the collector has counted enough objects."""
+    monkeypatch.setattr(guard.logger, "disabled", True)  # what pytest catches of a log holds its errors
+    for error in (errors.InvalidRequest, KeyError):
+        with subtests.test(error=error):
+            await let_go(error)

@@ -82,8 +82,8 @@ async def until_it_answers(channel):
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("mutual", [False, True], ids=["server", "mutual"])
-async def test_a_server_shows_new_clients_its_new_certificate(made, mounted, mutual):
+async def show_the_new_one(made, mounted, mutual):
+    mounted.swap(made / "old")
     old, new = tls_in(made / "old", mutual), tls_in(made / "new", mutual)
     async with serving(Service(), tls_in(mounted.folder, mutual)) as server:
         assert (await call_anew(server.port, old)).found
@@ -91,6 +91,12 @@ async def test_a_server_shows_new_clients_its_new_certificate(made, mounted, mut
         assert (await call_anew(server.port, new)).found
         with pytest.raises(errors.PeerFailed):
             await call_anew(server.port, old)
+
+
+async def test_a_server_shows_new_clients_its_new_certificate(made, mounted, subtests):
+    for mutual in (False, True):
+        with subtests.test(mutual=mutual):
+            await show_the_new_one(made, mounted, mutual)
 
 
 async def test_a_server_outlives_its_certificate_once_there_is_another(made, mounted):
@@ -127,9 +133,8 @@ async def test_a_channel_that_is_connected_stays_so(made, mounted):
         assert len(set(service.peers)) == 1
 
 
-@pytest.mark.parametrize("mutual", [False, True], ids=["server", "mutual"])
-async def test_a_channel_that_must_connect_again_does_so_under_the_new_files(made, mounted, mutual):
-    """Another authority and, where clients show one, another certificate."""
+async def connect_again(made, mounted, mutual):
+    mounted.swap(made / "old")
     tls = tls_in(mounted.folder, mutual)
     async with AsyncExitStack() as stack:
         async with serving(Service(), tls) as server:
@@ -138,6 +143,13 @@ async def test_a_channel_that_must_connect_again_does_so_under_the_new_files(mad
         mounted.swap(made / "new")
         async with serving(Service(), tls_in(made / "new", mutual), server.port):
             assert (await until_it_answers(channel)).found
+
+
+async def test_a_channel_that_must_connect_again_does_so_under_the_new_files(made, mounted, subtests):
+    """Another authority and, where clients show one, another certificate."""
+    for mutual in (False, True):
+        with subtests.test(mutual=mutual):
+            await connect_again(made, mounted, mutual)
 
 
 async def test_a_channel_opened_too_early_finds_its_peer_once_the_files_are_there(made, mounted):

@@ -79,11 +79,7 @@ def only_child(pid):
     return int(child)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_container_s_first_process_ends_at_once(number):
-    """Linux keeps signals from it that nobody handles: SIGTERM to a pod whose model loads was lost."""
-    if subprocess.run([*FIRST, "true"], capture_output=True).returncode:
-        pytest.skip("namespaces of processes cannot be made here")
+def end_at_once(number):
     services = "with ending_at_once():\n" + textwrap.indent(DEAF, "    ")
     assert ended(services, number=number, within=FIRST) == (128 + number, "deaf\n")
     if number == signal.SIGTERM:  # Python itself handles the other one.
@@ -91,3 +87,12 @@ def test_a_container_s_first_process_ends_at_once(number):
         main = "sys.argv[1:], cli._run = ['top'], run\ncli.main()"
         command = f"import sys\nfrom services.cli import __main__ as cli\n{run}\n{main}"
         assert ended(command, number=number, within=FIRST) == (128 + number, "deaf\n")
+
+
+def test_a_container_s_first_process_ends_at_once(subtests):
+    """Linux keeps signals from it that nobody handles: SIGTERM to a pod whose model loads was lost."""
+    if subprocess.run([*FIRST, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of processes cannot be made here")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subtests.test(number=number):
+            end_at_once(number)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,9 +147,8 @@ async def test_a_rank_that_refuses_its_settings_stops_all(tmp_path):
     assert not alive(int(lines(marks)[0].split()[1]))
 
 
-@pytest.mark.parametrize("what", ["serves", "waits"])
-async def test_a_rank_that_refuses_once_it_has_served_stops_nobody_else(what, tmp_path, caplog):
-    """Its first life serves, or only waits for etcd and is then refused; its next ones refuse to start."""
+async def refuse_later(what, tmp_path, caplog):
+    caplog.clear()
     caplog.set_level("INFO")
     marks, gate = tmp_path / "marks", tmp_path / "gate"
     living = f"echo living $$ >>{marks}; exec sleep 1000"
@@ -170,6 +168,13 @@ async def test_a_rank_that_refuses_once_it_has_served_stops_nobody_else(what, tm
     assert (
         "rank_exited rank=0 code=78" in caplog.text and 'why="the port is taken by somebody"' in caplog.text
     )
+
+
+async def test_a_rank_that_refuses_once_it_has_served_stops_nobody_else(tmp_path_factory, caplog, subtests):
+    """Its first life serves, or only waits for etcd and is then refused; its next ones refuse to start."""
+    for what in ("serves", "waits"):
+        with subtests.test(what):
+            await refuse_later(what, tmp_path_factory.mktemp(what), caplog)
 
 
 def refusing_after(marks: Path, gate: Path, what: str) -> list[str]:
@@ -300,12 +305,9 @@ async def test_what_a_rank_says_of_itself_is_what_probes_are_told(tmp_path):
         assert await asyncio.wait_for(task, LONG_S) == 0
 
 
-@pytest.mark.parametrize(
-    ("what", "health"), [("serves", Health()), ("waits", Health(ready="rank 0 is waiting for etcd"))]
-)
-async def test_a_rank_that_hangs_is_killed_and_started_again(what, health, tmp_path, monkeypatch, caplog):
+async def kill_who_hangs(what, health, marks, monkeypatch, caplog):
+    caplog.clear()
     monkeypatch.setattr(supervisor, "_SILENCE_CHECK_S", 0.01)
-    marks = tmp_path / "marks"
     async with supervising([announcing(f"echo >>{marks}", what)]) as task:
         (rank,) = task.ranks
         await until(lambda: rank.health() == health)
@@ -315,6 +317,12 @@ async def test_a_rank_that_hangs_is_killed_and_started_again(what, health, tmp_p
         monkeypatch.setattr(supervisor, "SILENT_S", 60.0)
         await until(lambda: rank.health() == health)
     assert "rank_hangs" in caplog.text
+
+
+async def test_a_rank_that_hangs_is_killed_and_started_again(tmp_path, monkeypatch, caplog, subtests):
+    for what, health in [("serves", Health()), ("waits", Health(ready="rank 0 is waiting for etcd"))]:
+        with subtests.test(what), monkeypatch.context() as patching:
+            await kill_who_hangs(what, health, tmp_path / what, patching, caplog)
 
 
 async def test_a_rank_that_stops_and_does_not_end_is_killed_and_started_again(tmp_path, monkeypatch, caplog):
@@ -348,9 +356,7 @@ def start_supervisor(script: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code, *shell(script)])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_stops_the_process_with_exit_code_0(tmp_path, number):
-    marks = tmp_path / "marks"
+async def stop_by(number, marks):
     process = start_supervisor(f"echo $$ >>{marks}; exec sleep 1000")
     try:
         await until(lambda: lines(marks))
@@ -359,6 +365,12 @@ async def test_a_signal_stops_the_process_with_exit_code_0(tmp_path, number):
     finally:
         process.kill()
     assert not alive(int(lines(marks)[0]))
+
+
+async def test_a_signal_stops_the_process_with_exit_code_0(tmp_path, subtests):
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with subtests.test(number=number):
+            await stop_by(number, tmp_path / str(number))
 
 
 async def test_ranks_die_with_a_killed_supervisor(tmp_path):

@@ -107,8 +107,7 @@ async def test_a_signal_ends_a_start_that_takes_for_ever(stopping):
     assert engine.life == ["starting", "undone"]
 
 
-@pytest.mark.parametrize("moment", ["started", "joining"])
-async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, moment, monkeypatch):
+async def die_without_etcd(moment, monkeypatch):
     joining, join = asyncio.Event(), rank._join
 
     async def note_join(*args):
@@ -127,8 +126,14 @@ async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, mo
     assert engine.life == ["starting", "started", "stopped"]
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-async def test_a_rank_with_a_thread_that_hangs_is_to_end_soon(stopping, hangs):
+async def test_an_engine_that_dies_while_etcd_is_away_ends_the_rank(stopping, monkeypatch, subtests):
+    for moment in ("started", "joining"):
+        with subtests.test(moment), monkeypatch.context() as patching:
+            stopping.clear()
+            await die_without_etcd(moment, patching)
+
+
+async def end_soon(hangs):
     own_id, told = own_rank_id(CONFIG), []
     engine = Engine(own_id)
     engine.hangs = hangs
@@ -139,6 +144,13 @@ async def test_a_rank_with_a_thread_that_hangs_is_to_end_soon(stopping, hangs):
         async with asyncio.timeout(WITHIN_S):
             await running
     assert told == [True] * hangs
+
+
+async def test_a_rank_with_a_thread_that_hangs_is_to_end_soon(stopping, subtests):
+    for hangs in (False, True):
+        with subtests.test(hangs=hangs):
+            stopping.clear()
+            await end_soon(hangs)
 
 
 async def test_a_start_that_fails_says_why(stopping):

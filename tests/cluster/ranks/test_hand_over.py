@@ -30,10 +30,7 @@ def on(turns, rank):
     return {name: prompt for name, (prompt, where) in turns.items() if where == rank}
 
 
-@pytest.mark.parametrize("how", ["drained", "stopped"])
-async def test_the_next_turn_finds_its_prefix_on_a_successor(
-    etcd_endpoint, model_dir, cluster_name, capsys, how
-):
+async def find_its_prefix(etcd_endpoint, model_dir, cluster_name, capsys, how):
     shape = dict(prefill=(1,), decode=(1, 1), plans=("local",))
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, **shape) as cluster:
         turns = await first_turns(cluster)
@@ -60,6 +57,14 @@ async def test_the_next_turn_finds_its_prefix_on_a_successor(
             assert placed_on(finish, "decode") == successor
             assert finish.usage.computed_tokens <= 7
         await cluster.assert_nothing_held()
+
+
+async def test_the_next_turn_finds_its_prefix_on_a_successor(
+    etcd_endpoint, model_dir, cluster_name, capsys, subtests
+):
+    for how in ("drained", "stopped"):
+        with subtests.test(how):
+            await find_its_prefix(etcd_endpoint, model_dir, f"{cluster_name}-{how}", capsys, how)
 
 
 async def test_what_runs_is_handed_over_when_it_has_ended(etcd_endpoint, model_dir, cluster_name, hold):

@@ -187,10 +187,7 @@ async def test_a_rank_that_ends_leaves_what_the_others_hold(etcd_endpoint, model
         assert "1 the prompt is longer than its context" in lost.value.details()
 
 
-@pytest.mark.parametrize("comes_back", [True, False])
-async def test_a_larger_rank_that_is_there_is_waited_for(
-    etcd_endpoint, model_dir, cluster_name, monkeypatch, comes_back
-):
+async def wait_for_the_larger(etcd_endpoint, model_dir, cluster_name, monkeypatch, comes_back):
     monkeypatch.setattr(failover, "_STUMBLE_S", 0.01)
     monkeypatch.setattr(failover, "_LARGER_RANK_S", 9.0 if comes_back else 0.02)
     exclusion, prompts = RankSnapshot.exclusion, []
@@ -212,6 +209,16 @@ async def test_a_larger_rank_that_is_there_is_waited_for(
             with pytest.raises(grpc.aio.AioRpcError, match="1 not connected") as lost:
                 await generate(cluster, 100)
             assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_larger_rank_that_is_there_is_waited_for(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, subtests
+):
+    for comes_back in (True, False):
+        with subtests.test(comes_back=comes_back), monkeypatch.context() as patching:
+            await wait_for_the_larger(
+                etcd_endpoint, model_dir, f"{cluster_name}-{comes_back}", patching, comes_back
+            )
 
 
 @pytest.mark.exact

@@ -3,8 +3,6 @@
 import asyncio
 from dataclasses import replace
 
-import pytest
-
 from cluster.harness import BLOCK, FakeCluster, prompt_of
 from cluster.metrics_page import samples, value
 from services.cli import drain
@@ -54,10 +52,7 @@ async def test_prefill_pulls_what_decode_generated(etcd_endpoint, model_dir, clu
         await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize(("word", "held_tokens"), [("busy", None), ("evicted", 8)])
-async def test_a_source_that_refuses_costs_no_failure(
-    etcd_endpoint, model_dir, cluster_name, monkeypatch, word, held_tokens
-):
+async def refuse(etcd_endpoint, model_dir, cluster_name, monkeypatch, word, held_tokens):
     monkeypatch.setattr(Pulls, "grant", lambda *asked: Refused(word, held_tokens or 0))
     async with FakeCluster(etcd_endpoint, model_dir, cluster_name, decode=(1,), **SLOW) as cluster:
         _, second, third = await converse(cluster, prompt_of(1), 3)
@@ -73,6 +68,14 @@ async def test_a_source_that_refuses_costs_no_failure(
         else:
             assert cluster.routers[0].cluster.trust(HOME) < 1.0
         await cluster.assert_nothing_held()
+
+
+async def test_a_source_that_refuses_costs_no_failure(
+    etcd_endpoint, model_dir, cluster_name, monkeypatch, subtests
+):
+    for word, held_tokens in [("busy", None), ("evicted", 8)]:
+        with subtests.test(word), monkeypatch.context() as patching:
+            await refuse(etcd_endpoint, model_dir, f"{cluster_name}-{word}", patching, word, held_tokens)
 
 
 async def test_a_router_can_be_told_to_name_none(etcd_endpoint, model_dir, cluster_name):

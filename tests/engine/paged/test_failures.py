@@ -105,15 +105,20 @@ def last_word(monkeypatch):
     return heard
 
 
-@pytest.mark.parametrize("answer", ["at once", "after the last word", "never"])
-async def test_why_a_prefill_step_failed_is_told_and_both_ranks_go_on(pair, last_word, answer):
-    after = {"at once": at_once, "after the last word": last_word.wait, "never": never}[answer]
+async def tell_why(pair, prompt, after):
     fail(core_of(pair.prefill).runner, num_chunks=1)
     with pytest.raises(PeerFailed, match="the engine failed: RuntimeError"):
-        await consume(pair, PROMPT, SlowToFail(pair, after))
+        await consume(pair, prompt, SlowToFail(pair, after))
     await pair.assert_nothing_held()
-    assert (await pair.generate(PROMPT, 5)).tokens == continuation(PROMPT, 5)
+    assert (await pair.generate(prompt, 5)).tokens == continuation(prompt, 5)
     assert not await has_crashed(pair.prefill)
+
+
+async def test_why_a_prefill_step_failed_is_told_and_both_ranks_go_on(pair, last_word, subtests):
+    answers = {"after the last word": last_word.wait, "at once": at_once, "never": never}
+    for seed, (answer, after) in enumerate(answers.items()):
+        with subtests.test(answer):
+            await tell_why(pair, range(100 * seed, 100 * seed + 30), after)
 
 
 async def test_a_prompt_that_prefill_cannot_hold_is_no_failure_of_prefills(last_word):

@@ -6,8 +6,6 @@ import random
 import shutil
 from dataclasses import replace
 
-import pytest
-
 from engine.paged.core_rank import Rank
 from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
@@ -512,8 +510,7 @@ def test_a_rank_with_room_for_all_stores_nothing():
     assert (rank.tiers.counts.bytes_down, len(rank.thread.waiting)) == (0, 0)
 
 
-@pytest.mark.parametrize("in_files", [True, False])
-def test_a_rank_that_leaves_stores_all_where_a_later_life_finds_it(in_files):
+def check_all_stored(in_files):
     rank = TieredRank(num_pages=64, in_files=(in_files,))
     prompts = [prompt_of(1, 40), prompt_of(2, 40)]
     for prompt in prompts:
@@ -536,11 +533,13 @@ def test_a_rank_that_leaves_stores_all_where_a_later_life_finds_it(in_files):
     assert rank.tiers.counts.bytes_down == stored, "it stays, after all"
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "num_slots", "found"), [(160, 12, 8), (160, 6, 2), (30, 12, 8), (30, 9, 5)]
-)
-def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pages, num_slots, found):
-    """Eight prompts share four blocks, and each has one of its own. A pool of 30 pages has looked before."""
+def test_a_rank_that_leaves_stores_all_where_a_later_life_finds_it(subtests):
+    for in_files in (True, False):
+        with subtests.test(in_files=in_files):
+            check_all_stored(in_files)
+
+
+def check_last_used(num_pages, num_slots, found):
     rank = TieredRank(num_pages=num_pages, num_slots=(num_slots,), in_files=(True,))
     prompts = [[*prompt_of(1, 32), *prompt_of(10 + nth, 9)] for nth in range(8)]
     for prompt in prompts:
@@ -556,6 +555,13 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(num_pa
         before = again.computed_tokens
         assert again.generate(prompt) == continuation(prompt, 3)
         assert (again.computed_tokens - before == 3) == (nth <= found), nth
+
+
+def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(subtests):
+    """Eight prompts share four blocks, and each has one of its own. A pool of 30 pages has looked before."""
+    for num_pages, num_slots, found in [(160, 12, 8), (160, 6, 2), (30, 12, 8), (30, 9, 5)]:
+        with subtests.test(num_pages=num_pages, num_slots=num_slots):
+            check_last_used(num_pages, num_slots, found)
 
 
 def test_a_rank_that_leaves_moves_what_its_memory_tier_holds_to_its_file():
@@ -584,9 +590,7 @@ def test_a_rank_that_leaves_moves_what_its_memory_tier_holds_to_its_file():
         assert found >= at_least, (num_turns, found)
 
 
-@pytest.mark.parametrize("seed", [*range(8), 298])
-def test_keeping_ends_and_what_is_kept_is_right(seed):
-    """Writes stay bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
+def check_keeping(seed):
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
     num_slots = chance.choice([(6,), (12,), (20,), (40,), (12, 30), (8, 40), (20, 12), (6, 10, 20)])
@@ -611,6 +615,13 @@ def test_keeping_ends_and_what_is_kept_is_right(seed):
     again = TieredRank(num_pages=200, tiers=rank.slabs, **settings)
     for prompt in reversed(prompts):
         assert again.generate(prompt) == continuation(prompt, 3, carried)
+
+
+def test_keeping_ends_and_what_is_kept_is_right(subtests):
+    """Writes stay bounded where parts of a checkpoint push out blocks that are stored again (seed 298)."""
+    for seed in (*range(8), 298):
+        with subtests.test(seed=seed):
+            check_keeping(seed)
 
 
 def test_a_rank_that_leaves_does_not_rest_between_looks():

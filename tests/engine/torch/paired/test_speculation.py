@@ -37,9 +37,10 @@ of_modes = pytest.mark.parametrize("mode", MODES)
 of_families = pytest.mark.parametrize("family", FAMILIES)
 
 
-@pytest.mark.parametrize(("family", "mode"), [(FULL, "draft"), (WINDOWED, "tree"), (MAMBA, "tree")])
-async def test_two_turns(family, mode):
-    await compare(settings_of(family, mode), repeat_two_turns, num_rejected=3)
+async def test_two_turns(subtests):
+    for family, mode in [(FULL, "draft"), (WINDOWED, "tree"), (MAMBA, "tree")]:
+        with subtests.test(family, mode=mode):
+            await compare(settings_of(family, mode), repeat_two_turns, num_rejected=3)
 
 
 @pytest.mark.exact
