@@ -79,11 +79,12 @@ def covering(cases, num_factors):
         values = [(n, getattr(case, n)) for n in names]
         return set(itertools.combinations(values, num_factors))
 
-    missing, chosen = set().union(*map(met, cases)), []
+    all_met, chosen = {case: met(case) for case in cases}, []
+    missing = set().union(*all_met.values())
     while missing:
-        best = max(cases, key=lambda case: len(met(case) & missing))
+        best = max(cases, key=lambda case: len(all_met[case] & missing))
         chosen.append(best)
-        missing -= met(best)
+        missing -= all_met[best]
     return chosen
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -73,24 +74,29 @@ def test_two_that_keep_at_once_do_not_take_each_others_code(tmp_path):
     assert third(signed) == -8
 
 
-def starting(folder, began):
-    """Run `starts` in a process of its own, and say when it has begun."""
-    began.put(None)
+def starting(folder, mark):
+    """Run `starts` in a process of its own, and leave a mark when it begins."""
+    mark.touch()
     return starts(folder)
 
 
 def test_of_those_that_start_at_once_one_compiles(tmp_path):
     turn = compiled.CompileLock(turn_of(tmp_path))
     assert not turn.take()
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(2, mp_context=context) as executor:
-        began = manager.Queue()
-        others = [executor.submit(starting, tmp_path, began) for _ in range(2)]
-        for _ in others:
-            began.get(timeout=60)
+    marks = [tmp_path / "first", tmp_path / "second"]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+        others = [executor.submit(starting, tmp_path, mark) for mark in marks]
+        until(lambda: all(mark.exists() for mark in marks))
         assert not any(other.done() for other in others)
         turn.end()
         assert sorted(other.result(60) for other in others) == [(0, 1), (1, 0)]
+
+
+def until(condition):
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def turn_of(folder):

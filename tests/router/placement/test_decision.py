@@ -203,17 +203,17 @@ def test_a_pin_is_void(subtests):
 def test_a_tie_goes_round_those_that_are_equal(subtests):
     with subtests.test("equal ranks are split by the tie"):
         ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(4)]
-        decisions = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600) for i in range(1_600)]
+        decisions = [choose(request(plans=REMOTE), *ranks, tie=i / 800) for i in range(800)]
         assert {decision.reason for decision in decisions} == {"tie"}
         pairs = [(decision.chosen.decode.id.rank, decision.chosen.prefill.id.rank) for decision in decisions]
         assert {pair[1] for pair in pairs if pair[0] == 7} == {0, 1, 2, 3}
         counts = [sum(pair[0] == rank for pair in pairs) for rank in range(40)]
-        assert min(counts) > 20
-        assert max(counts) < 80
+        assert min(counts) > 10
+        assert max(counts) < 40
     with subtests.test("the tie does not couple decode and prefill ranks"):
-        ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
-        chosen = [choose(request(plans=REMOTE), *ranks, tie=i / 1_600).chosen for i in range(1_600)]
-        assert len({priced.prefill.id.rank for priced in chosen if priced.decode.id.rank == 7}) > 15
+        ranks = [decode(i) for i in range(20)], [prefill(i) for i in range(20)]
+        chosen = [choose(request(plans=REMOTE), *ranks, tie=i / 400).chosen for i in range(400)]
+        assert len({priced.prefill.id.rank for priced in chosen if priced.decode.id.rank == 7}) > 7
     with subtests.test("the same tie gives the same choice"):
         ranks = [decode(i) for i in range(40)], [prefill(i) for i in range(40)]
         assert choose(request(), *ranks, tie=0.618) == choose(request(), *ranks, tie=0.618)

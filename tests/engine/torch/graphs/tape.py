@@ -97,7 +97,7 @@ def computed_again(compute):
 
 
 class Either:
-    """This is a Capture whose steps are replayed, or on demand run the definition again in the same memory."""
+    """A Capture whose steps are replayed, or while `computing` run the definition again in their memory."""
 
     def __init__(self):
         self._replays = True

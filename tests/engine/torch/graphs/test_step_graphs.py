@@ -52,8 +52,11 @@ def as_on_a_gpu(monkeypatch):
     """Nothing is computed by numpy, single tokens attend by parts.
 
     No garbage is collected before a capture: with all that tests import that takes as long as the capture.
+    Nor is there room for as many tokens of contexts, each of which is computed.
     """
     monkeypatch.setattr(step_graphs, "_frozen", nullcontext)
+    monkeypatch.setattr(step_sizes, "_LATENT_SEEN", (512, 1024, 2048))
+    monkeypatch.setattr(step_sizes, "_LEAST_SEEN", 1024)
     for name in ("even_activations", "fuse_norms"):
         monkeypatch.setattr(packed_model, name, lambda model: None)
     monkeypatch.setattr(packed_model, "forward_in_place", lambda *_: None)
@@ -597,9 +600,10 @@ def test_a_trial_that_fails_ends_no_start(monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_step_takes_no_bucket_of_many_times_its_rows():
+def test_a_step_takes_no_bucket_of_many_times_its_rows(monkeypatch):
+    monkeypatch.setattr(step_sizes, "_PROMPT_TOKENS", step_sizes._PROMPT_TOKENS[-1:])
     made = Made("llama", tape.computed_again, max_rows=0, max_prompt_tokens=600)
-    made.graphs._buckets = [made.graphs._buckets[-1]]
+    assert [bucket.size[:2] for bucket in made.graphs._buckets] == [(600, 0)]
     with torch.inference_mode():
         assert made.graphs.compute(made.prompts([120], 1), [119]) is None
         assert made.graphs.compute(made.prompts([210], 1), [209]) is not None
