@@ -7,7 +7,7 @@ import pytest
 from engine.sglang.random_ids import random_ids
 from exactness.adapters import adapter_of, merged
 from exactness.checkpoints import tiny_checkpoint
-from exactness.reference import count_near_ties, reference_generation
+from exactness.reference import NEAR_TIE, count_near_ties, reference_generation
 from services.cli import lora
 from services.values.errors import NotFound
 from services.wire.isthmus.v1 import generation_pb2
@@ -70,3 +70,46 @@ async def test_adapters_are_exact_and_come_and_go_while_ranks_serve(cluster, cap
     tokens, reused = await answered("all")
     assert (tokens, reused > 0) == (first[2][0], True), "what was cached with its weights is found again"
     assert await lora_command(cluster, "unload", "all") == 0
+
+
+# What SGLang does not serve of these is in tests/engine/sglang/service/test_adapters.py.
+PEFT_KINDS = {
+    "plain": dict(r=4, lora_alpha=8, target_modules="all-linear"),
+    "usual": dict(r=8, lora_alpha=8, lora_dropout=0.1),  # PEFT's own choice: q_proj and v_proj
+    "one_layer": dict(r=3, lora_alpha=2, target_modules=["q_proj", "v_proj"], layers_to_transform=[1]),
+}
+
+
+@pytest.fixture
+def pefts():
+    return pytest.importorskip("exactness.pefts", reason="PEFT is not installed here: make setup-sglang")
+
+
+async def test_answers_are_pefts_own_beside_the_models(cluster, pefts):
+    """All are asked at once, and go on from what each has cached."""
+    base, name, root = cluster.model, cluster.model.name, cluster.adapter.parent
+    for kind, config in PEFT_KINDS.items():
+        pefts.saved(base, root / f"peft-{kind}", **config)
+        assert await lora_command(cluster, "load", kind, f"peft-{kind}") == 0
+    await until_listed(cluster, "half", *PEFT_KINDS)
+    alone = pefts.plain_model(base)
+    its = {kind: pefts.with_adapter(base, root / f"peft-{kind}") for kind in PEFT_KINDS} | {"": alone}
+
+    async def answered(kind, ids):
+        tokens, finish = await cluster.generate(ids, ANSWER, model=f"{name}:{kind}" if kind else name)
+        return tokens, finish.usage.reused_tokens
+
+    first = random_ids(70, "peft")
+    answers = {kind: await answered(kind, first) for kind in its}
+    assert [reused for _, reused in answers.values()] == [0] * len(its), "KV was read under another adapter"
+    texts = {kind: [*first, *tokens, *random_ids(5, "more")] for kind, (tokens, _) in answers.items()}
+    further = dict(
+        zip(its, await asyncio.gather(*(answered(kind, texts[kind]) for kind in its)), strict=True)
+    )
+    for kind, model in its.items():
+        for text, (tokens, _) in ((first, answers[kind]), (texts[kind], further[kind])):
+            assert len(tokens) == ANSWER and pefts.gap_of(model, text, tokens) < NEAR_TIE, kind
+        assert further[kind][1] >= 64, "its own text was not found again"
+        assert not kind or pefts.gap_of(alone, first, answers[kind][0]) > NEAR_TIE, "it changes nothing"
+    for kind in PEFT_KINDS:
+        assert await lora_command(cluster, "unload", kind) == 0
