@@ -139,7 +139,7 @@ def test_a_plan_is_made_only_where_rows_or_pages_changed_hands(monkeypatch):
     plans = []
     own = StepBuffers._plan
     monkeypatch.setattr(StepBuffers, "_plan", lambda self, *args: plans.append(self) or own(self, *args))
-    for nth in range(12):
+    for nth in range(30):
         steps.step([[2 + nth], [102 + nth], [202 + nth]], keeps=True)
     assert plans.count(steps.going_on) == 1
-    assert plans.count(steps.anew) == 12
+    assert plans.count(steps.anew) == 30
