@@ -55,7 +55,7 @@ def as_on_a_gpu(monkeypatch):
     Nor is there room for as many tokens of contexts, each of which is computed.
     """
     monkeypatch.setattr(step_graphs, "_frozen", nullcontext)
-    monkeypatch.setattr(step_sizes, "_LATENT_SEEN", (512, 1024, 2048))
+    monkeypatch.setattr(step_sizes, "_LATENT_SEEN", (512, 2048, 4096))
     monkeypatch.setattr(step_sizes, "_LEAST_SEEN", 1024)
     for name in ("even_activations", "fuse_norms"):
         monkeypatch.setattr(packed_model, name, lambda model: None)
