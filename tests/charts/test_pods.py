@@ -77,6 +77,13 @@ def test_a_grace_given_to_all_services_counts_for_each_that_has_none_of_its_own(
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_no_service_is_the_first_process_which_signals_reach_only_once_it_handles_them(name):
+    """A pod that was deleted while its Python started went on until its whole grace was over."""
+    for component, pod in rendered(name).pods().items():
+        assert pod["shareProcessNamespace"] is True, component
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_nothing_runs_as_root_or_writes_to_its_image(name):
     for component, pod in rendered(name).pods().items():
         security = pod["securityContext"]

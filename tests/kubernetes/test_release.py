@@ -139,6 +139,16 @@ def test_a_pod_is_gone_soon_where_nothing_runs(release):
     release.until_ready()
 
 
+def test_a_pod_that_is_deleted_as_it_is_made_is_gone_soon(release):
+    """Its container is started all the same, and told to stop before Python can have begun."""
+    release.kubectl("delete", "pod/isthmus-decode-1")
+    release.kubectl("wait", "--for=create", "pod/isthmus-decode-1", READY)
+    begun = time.monotonic()
+    release.kubectl("delete", "pod/isthmus-decode-1")
+    assert time.monotonic() - begun < 40  # of a grace of 65 seconds
+    release.until_ready()
+
+
 def test_an_uninstalled_release_leaves_its_test_s_pod_alone(release):
     """Helm keeps what a hook has made, for its log."""
     release.helm("uninstall", "isthmus")

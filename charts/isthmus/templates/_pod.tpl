@@ -12,6 +12,7 @@ annotations:
 {{- define "isthmus.podSettings" -}}
 serviceAccountName: {{ include "isthmus.serviceAccount" .root }}
 automountServiceAccountToken: false
+shareProcessNamespace: true # else the service is process 1, and no SIGTERM reaches it until Python has begun
 {{- include "isthmus.placement" . }}
 {{- if .values.hostNetwork }}
 hostNetwork: true
