@@ -254,8 +254,7 @@ def overview() -> Dashboard:
                     "Ranks that serve, and the least that meet the goals of --plan-ttft-s and --plan-itl-ms by the "
                     "replay of the last minutes. Without goals nothing is wanted.",
                     Query(
-                        "count by (role) (max by (role, worker, rank) "
-                        f"(isthmus_rank_up{{{CLUSTER}}}) == 1)",
+                        f"count by (role) (max by (role, worker, rank) (isthmus_rank_up{{{CLUSTER}}}) == 1)",
                         "{{role}}",
                     ),
                     Query(
@@ -267,21 +266,29 @@ def overview() -> Dashboard:
                     "Goodput that a plan predicts",
                     "percentunit",
                     "Share of requests within the goals, for the ranks that there are and for those that are wanted.",
-                    Query(f"min by (ranks, model) (isthmus_plan_goodput{{{CLUSTER}}})", "{{ranks}} {{model}}"),
+                    Query(
+                        f"min by (ranks, model) (isthmus_plan_goodput{{{CLUSTER}}})", "{{ranks}} {{model}}"
+                    ),
                     maximum=1,
                 ),
                 graph(
                     "TTFT p99 that a plan predicts",
                     "s",
                     "For the ranks that there are and for those that are wanted. Measured values are in Latency.",
-                    Query(f"max by (ranks, model) (isthmus_plan_ttft_p99_seconds{{{CLUSTER}}})", "{{ranks}} {{model}}"),
+                    Query(
+                        f"max by (ranks, model) (isthmus_plan_ttft_p99_seconds{{{CLUSTER}}})",
+                        "{{ranks}} {{model}}",
+                    ),
                 ),
                 graph(
                     "Calls of an alias by model",
                     "reqps",
                     "Calls that named an alias of --models, by the model that took them: a canary's share, and "
                     "calls that went to the other side because theirs had no rank.",
-                    Query(rate("isthmus_alias_calls_total", by="alias, model, side"), "{{alias}}: {{model}} ({{side}})"),
+                    Query(
+                        rate("isthmus_alias_calls_total", by="alias, model, side"),
+                        "{{alias}}: {{model}} ({{side}})",
+                    ),
                     stacked=True,
                 ),
             ],
