@@ -80,7 +80,7 @@ class Storing:
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
         self._moves_at_s: float | None = None  # The budget allows the next move then.
         self._keeps_all = False
-        self._may_begin = 0  # So many slots may still be written to keep all.
+        self._may_begin = self._may_move = 0  # So many slots may still be written to keep all.
         # A tier before the first one in files ends with the worker of the rank. 0: none is in files.
         self._first_file = next((tier for tier, is_file in enumerate(books.in_files) if is_file), 0)
         self._has_moved_all = False
@@ -122,7 +122,7 @@ class Storing:
         keeps = keeps and any(self._books.in_files)
         if keeps and not self._keeps_all:  # What an earlier look left out is stored now.
             self._looked_at, self._look_at_s = None, 0.0
-            self._may_begin = _MOST_KEPT * self._books.num_slots[self._first_file]
+            self._may_begin = self._may_move = _MOST_KEPT * self._books.num_slots[self._first_file]
             self._has_moved_all = False
         self._keeps_all = keeps
 
@@ -282,7 +282,8 @@ class Storing:
 
     def _must_move_first(self, num_slots: int) -> bool:
         """Return whether a store would push out what is still to be moved to the files."""
-        return self._keeps_all and self._first_file > 0 and self._books.free_slots(0) < num_slots
+        moves = self._keeps_all and self._first_file > 0 and not self._has_moved_all
+        return moves and self._books.free_slots(0) < num_slots
 
     def _store(self, node: Node) -> Block | None:
         if self._must_wait() or self._must_move_first(1):
@@ -367,6 +368,7 @@ class Storing:
             self._books.drop(store.blocks[0])
 
     def note_store(self, store: Store) -> None:
+        self._has_moved_all = False
         if self._looks_again:
             self._looked_at, self._looks_again = None, False
         for page in self._pages.pop(store, ()):
@@ -392,6 +394,8 @@ class Storing:
         """Move the blocks that were not used for longest to the next tier, before their slots are needed."""
         self._moves_at_s = None
         for tier, count in enumerate(self._books.num_slots[:-1]):
+            if self._keeps_all and tier < self._first_file:  # `_move_all` begins with what was used last.
+                continue
             wanted = -(-count // _ROOM_SHARE)
             while self._num_moves < _MOST_MOVES and self._books.free_slots(tier) + self._num_moves < wanted:
                 if self._health.is_off(tier + 1) or not self._move_one(tier):
@@ -400,22 +404,28 @@ class Storing:
     def _move_all(self) -> None:
         """Move what the tiers in memory hold on towards the first one in files, what was used last first."""
         for tier in reversed(range(self._first_file)):
+            # Where the next tier makes room by moves of its own, these are waited for.
+            is_last = tier + 2 == len(self._books.num_slots) or self._health.is_off(tier + 2)
+            hands_on = bool(self._num_moves) and not is_last
             while (
                 self._num_moves < _MOST_MOVES
-                and self._may_begin > 0
+                and self._may_move > 0
                 and not self._health.is_off(tier + 1)
-                and (tier + 1 == self._first_file or self._books.free_slots(tier + 1))
+                and (self._books.free_slots(tier + 1) or not hands_on)
             ):
                 if not self._move_one(tier, newest=True):
                     break
-                self._may_begin -= 1
-        self._has_moved_all = not self._num_moves and self._moves_at_s is None
+                self._may_move -= 1
+        is_busy = self._num_moves or self._pages or self._point_of or self._moves_at_s is not None
+        had_moved_all, self._has_moved_all = self._has_moved_all, not is_busy
+        if self._has_moved_all and not had_moved_all and self._looks_after_move:
+            self._looked_at, self._looks_after_move = None, False  # What is left in memory may be pushed out.
 
     def _move_one(self, tier: int, *, newest: bool = False) -> bool:
         if (wait_s := self._wait_s(tier + 1)) > 0:
             self._moves_at_s = self._clock() + wait_s
             return False
-        if (block := self._books.begin_move(tier, newest=newest)) is None:
+        if (block := self._books.begin_move(tier, newest=newest, spares_newer=self._keeps_all)) is None:
             return False
         move = Move(block)
         if not self._thread.submit(move):

@@ -23,7 +23,7 @@ counts as held once its last part is, and whoever needs room drops all of its pa
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import islice
@@ -37,6 +37,7 @@ from services.values.errors import ProtocolError
 from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
 
 _MOST_LOOKED_AT = 256
+_NEVER = -(1 << 62)
 
 
 class Place(NamedTuple):
@@ -68,6 +69,7 @@ class Block:
     state: SlotState = SlotState.WRITING
     digest: int = 0  # This is the digest of the slot's bytes, from HELD on.
     busy: int = 0  # So many uses (reads, a write, a move) are under way.
+    used: int = _NEVER  # The higher, the more recently; a use gives all blocks of its path the same number.
     moves_to: Place | None = None
     children: "set[Block]" = field(default_factory=set)
 
@@ -121,6 +123,7 @@ class TierBooks:
         self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
         self._late: deque[tuple[int, Stored]] = deque()  # Records that were found late, by tier.
         self._sequence = 0
+        self._uses = 0
         self._num_writing = 0
 
     def __repr__(self) -> str:
@@ -235,7 +238,7 @@ class TierBooks:
     def _order(self, keys: Iterable[bytes]) -> None:
         """Order all blocks by use as if each key, the most recent first, had been used with its ancestors."""
         placed: set[Block] = set()
-        for key in keys:
+        for age, key in enumerate(keys):
             path: list[Block] = []
             at = self._blocks.get(key)
             while at is not None and at not in placed:
@@ -243,6 +246,7 @@ class TierBooks:
                 at = at.parent
             placed.update(path)
             for block in reversed(path):
+                block.used = -age
                 self._by_use[block.place.tier].move_to_end(block, last=False)
 
     def find(self, keys: Iterable[bytes]) -> list[Block]:
@@ -256,10 +260,14 @@ class TierBooks:
         return found
 
     def use(self, block: Block) -> None:
-        at: Block | None = block
-        while at is not None:
-            self._by_use[at.place.tier].move_to_end(at)
-            at = at.parent
+        self._uses += 1
+        for each in _path_up(block):
+            each.used = self._uses
+        self._put_last(block)
+
+    def _put_last(self, block: Block) -> None:
+        for each in _path_up(block):
+            self._by_use[each.place.tier].move_to_end(each)
 
     def claim(
         self,
@@ -286,6 +294,8 @@ class TierBooks:
             return None
         self._sequence += 1
         block = Block(key, parent, block_hash, Place(0, slot), self._sequence, kind, with_draft, busy=1)
+        self._uses += 1
+        block.used = self._uses
         self._num_writing += 1
         self._add(block)
         return block
@@ -313,11 +323,12 @@ class TierBooks:
             self.drop(block)
         self._unbusy(block)
 
-    def begin_move(self, tier: int, *, newest: bool = False) -> Block | None:
+    def begin_move(self, tier: int, *, newest: bool = False, spares_newer: bool = False) -> Block | None:
         """Begin to move the least recently used leaf of a tier down to the next one.
 
         `newest` has the most recently used block move whose parent has left its tier or is about to: so a
-        tier that is about to end leaves whole prefixes below, however many of its blocks get there.
+        tier that is about to end leaves whole prefixes below, however many of its blocks get there. With
+        `spares_newer` it pushes out nothing that was used after it.
 
         Returns:
             None if there is no next tier, no such block, or no room.
@@ -329,7 +340,9 @@ class TierBooks:
             block = next(filter(self._may_move_before_its_children, last_used), None)
         else:
             block = next(filter(self._may_move, self._oldest(tier)), None)
-        if block is None or (slot := self._take(tier + 1, spared=block)) is None:
+        if block is None or (spares_newer and not self._has_room_for(block, tier + 1)):
+            return None
+        if (slot := self._take(tier + 1, spared=block)) is None:
             return None
         block.moves_to = Place(tier + 1, slot)
         block.busy += 1
@@ -347,7 +360,7 @@ class TierBooks:
             target, block.place = block.place, target
             self._by_use[block.place.tier][block] = None
             if block.parent is not None and block.parent.place.tier == block.place.tier:
-                self.use(block.parent)  # A parent must be used more recently than its child (Rule 4).
+                self._put_last(block.parent)  # Children are older than their parents (Rule 4).
         self._free[target.tier].append(target.slot)
         self._unbusy(block)
 
@@ -433,6 +446,12 @@ class TierBooks:
             self.drop(_whole(leaf, spared))
         return self._free[tier].pop() if self._free[tier] else None
 
+    def _has_room_for(self, block: Block, tier: int) -> bool:
+        if self.free_slots(tier):
+            return True
+        leaf = self._next_leaf(tier, spared=block)
+        return leaf is not None and leaf.used <= block.used  # Of one path the end goes first.
+
     def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
         may_go = (b for b in self._oldest(tier) if _is_idle(b) and not b.children and b is not spared)
         return next(may_go, None)
@@ -472,6 +491,13 @@ def _whole(block: Block, spared: Block | None) -> Block:
             break
         block = parent
     return block
+
+
+def _path_up(block: Block) -> Iterator[Block]:
+    at: Block | None = block
+    while at is not None:
+        yield at
+        at = at.parent
 
 
 def _is_idle(block: Block) -> bool:

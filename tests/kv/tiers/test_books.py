@@ -83,9 +83,9 @@ class BooksMachine(RuleBasedStateMachine):
         self.in_use.remove(place)
         self.books.end_read(block, good=good)
 
-    @rule(target=moves, newest=st.booleans())
-    def begin_move(self, newest):
-        block = self.books.begin_move(0, newest=newest)
+    @rule(target=moves, newest=st.booleans(), spares_newer=st.booleans())
+    def begin_move(self, newest, spares_newer):
+        block = self.books.begin_move(0, newest=newest, spares_newer=spares_newer)
         if block is None:
             return multiple()
         parent, children = block.parent, block.children
@@ -237,6 +237,21 @@ def test_a_tier_that_ends_moves_whole_prefixes_the_last_used_first():
     for block in moving:
         books.moved(block)
     assert [block.place.tier for block in moving] == [1, 1, 1] and books.free_slots(0) == 3
+    books.check()
+
+
+def test_a_tier_that_ends_pushes_out_what_was_used_before_and_nothing_else():
+    books = TierBooks([4, 2])
+    gone, left, older, newer = (held(books, (token,)) for token in range(4))
+    books.moved(books.begin_move(0))
+    assert gone.place.tier == 1
+    for block in (newer, older):
+        assert books.begin_move(0, newest=True, spares_newer=True) is block
+        books.moved(block)
+    assert gone.state is SlotState.BAD
+    assert books.begin_move(0, newest=True, spares_newer=True) is None
+    books.use(left)
+    assert books.begin_move(0, newest=True, spares_newer=True) is left
     books.check()
 
 

@@ -590,6 +590,31 @@ def test_a_rank_that_leaves_moves_what_its_memory_tier_holds_to_its_file():
         assert found >= at_least, (num_turns, found)
 
 
+def test_a_rank_that_leaves_moves_what_was_used_last_where_its_files_are_smaller(subtests):
+    """Eight prompts have five blocks each. The files have room for a few of them, or memory has."""
+    cases = [((24, 8), 1), ((24, 12), 2), ((40, 20), 4), ((24, 10, 10), 4), ((8, 40), 8)]
+    for num_slots, found in cases:
+        with subtests.test(num_slots=num_slots):
+            settings = {"num_slots": num_slots, "in_files": (False, *(True for _ in num_slots[1:]))}
+            rank = TieredRank(num_pages=120 if found == 8 else 24, **settings)
+            prompts = [prompt_of(seed, 40) for seed in range(8)]
+            for prompt in prompts:
+                rank.generate(prompt)
+            rank.tiers.storing.keep_all(True)
+            turns = 0
+            while not rank.tiers.storing.has_kept_all:
+                rank.turn()
+                turns += 1
+                assert turns < 40
+            rank.tiers.books.check()
+            memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
+            again = TieredRank(num_pages=200, tiers=[memory, *rank.slabs[1:]], **settings)
+            for nth, prompt in enumerate(reversed(prompts), start=1):
+                before = again.computed_tokens
+                assert again.generate(prompt) == continuation(prompt, 3)
+                assert nth > found or again.computed_tokens - before <= 10, nth
+
+
 def check_keeping(seed):
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
