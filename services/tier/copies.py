@@ -30,7 +30,8 @@ from functools import partial
 from typing import Protocol
 
 from services.kv.page_digest import digest_of
-from services.kv.tiers.books import Block, Place, Stored
+from services.kv.tiers.books import Block, Place
+from services.kv.tiers.records import Stored
 from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.wait_or_cut import Left
 from services.tier.shared import SharedFiles, SlotGone

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from services.kv.tiers.books import Stored
+from services.kv.tiers.records import Stored
 from services.tier.slab import RECORD_BYTES, FileCalls, Slab, SlabShape, open_to_read, slab_files, unpacked
 from services.values.errors import ProtocolError
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from services.host import memory
 from services.kv.page_digest import digest_of
-from services.kv.tiers.books import SlotKind, Stored
+from services.kv.tiers.records import SlotKind, Stored
 from services.kv.tiers.tier_keys import TIER_FORMAT
 from services.values.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.tier import run
-from services.kv.tiers.books import Stored
+from services.kv.tiers.records import Stored
 from services.kv.tiers.tier_keys import ROOT
 from services.tier.slab import Slab, SlabShape, open_file
 

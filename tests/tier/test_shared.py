@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from services.kv.tiers.books import Stored
+from services.kv.tiers.records import Stored
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import shared as shared_files
 from services.tier import slab as slabs

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.host import memory
-from services.kv.tiers.books import SlotKind, Stored, TierBooks
+from services.kv.tiers.books import TierBooks
+from services.kv.tiers.records import SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT
 from services.tier import slab as slabs
 from services.tier.copies import is_whole

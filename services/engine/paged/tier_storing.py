@@ -19,7 +19,8 @@ from services.engine.paged.tier_health import TierCounts, TierHealth
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.checkpoints import SavedPoint
 from services.kv.radix_tree import Node
-from services.kv.tiers.books import Block, SlotKind, SlotState, TierBooks
+from services.kv.tiers.books import Block, SlotState, TierBooks
+from services.kv.tiers.records import SlotKind
 from services.kv.tiers.tier_keys import ROOT, next_key
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier.copies import Clock, Move, Store

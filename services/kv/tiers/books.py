@@ -25,13 +25,12 @@ counts as held once its last part is, and whoever needs room drops all of its pa
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from services.kv.block_hash import BlockLedger
+from services.kv.tiers.records import LateTier, SlotKind, Stored, unplaced_path
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
@@ -43,12 +42,6 @@ _NEVER = -(1 << 62)
 class Place(NamedTuple):
     tier: int
     slot: int
-
-
-class SlotKind(IntEnum):
-    BLOCK = 0
-    PART = 1  # It is a part of a checkpoint, and more parts follow.
-    END = 2  # It is a checkpoint's last part.
 
 
 class SlotState(Enum):
@@ -79,33 +72,6 @@ class Block:
 
     def __repr__(self) -> str:
         return f"Block({self.key.hex()[:8]} {self.state.value} at={self.place} busy={self.busy})"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    slot: int
-    key: bytes
-    parent_key: bytes
-    block_hash: int
-    digest: int
-    sequence: int
-    kind: SlotKind = SlotKind.BLOCK
-    with_draft: bool = False
-
-
-class LateTier(NamedTuple):
-    tier: int
-    free: list[int]
-    stored: list[tuple[int, Stored]]  # They are in the order of `sequence`, each with the tier.
-
-    @classmethod
-    def of(cls, tier: int, num_slots: int, stored: Sequence[Stored]) -> "LateTier":
-        """Take a second for half a million records. So it is not for the thread that computes steps, which
-        numpy does not hold up while it sorts."""
-        used = {each.slot for each in stored}
-        free = [slot for slot in reversed(range(num_slots)) if slot not in used]
-        order = np.argsort([each.sequence for each in stored], kind="stable").tolist()
-        return cls(tier, free, [(tier, stored[place]) for place in order])
 
 
 class TierBooks:
@@ -176,7 +142,7 @@ class TierBooks:
         newest = {each.key: (each, tier) for each, tier in placed}
         taken: list[set[int]] = [set() for _ in self._num_slots]
         for key in newest:
-            for each, tier in _unplaced_path(key, newest, self._blocks):
+            for each, tier in unplaced_path(key, newest, self._blocks):
                 block = self._place(each, Place(tier, each.slot))
                 taken[tier].add(block.place.slot)
         self._order(reversed(newest))
@@ -502,16 +468,3 @@ def _path_up(block: Block) -> Iterator[Block]:
 
 def _is_idle(block: Block) -> bool:
     return block.state is SlotState.HELD and not block.busy
-
-
-def _unplaced_path(
-    key: bytes, newest: dict[bytes, tuple[Stored, int]], placed: dict[bytes, Block]
-) -> list[tuple[Stored, int]]:
-    """Return the records down to `key` that have no place yet, ancestors first; none if one is missing."""
-    path: list[tuple[Stored, int]] = []
-    while key != ROOT and key not in placed:
-        if key not in newest or len(path) > len(newest):  # Only a forged table has a circle.
-            return []
-        path.append(newest[key])
-        key = newest[key][0].parent_key
-    return path[::-1]

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.kv.tiers.books import LateTier, Place, SlotKind, SlotState, Stored, TierBooks
+from services.kv.tiers.books import Place, SlotState, TierBooks
+from services.kv.tiers.records import LateTier, SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
 

@@ -19,7 +19,8 @@ from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import Tiering
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
-from services.kv.tiers.books import LateTier, Stored, TierBooks
+from services.kv.tiers.books import TierBooks
+from services.kv.tiers.records import LateTier, Stored
 from services.kv.tiers.slot_spans import most_parts
 from services.kv.tiers.tier_keys import layout_id
 from services.kv.tiers.write_budget import WriteBudget

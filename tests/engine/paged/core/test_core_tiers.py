@@ -11,7 +11,8 @@ from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.kv.tiers.books import SlotKind, SlotState, Stored, TierBooks
+from services.kv.tiers.books import SlotState, TierBooks
+from services.kv.tiers.records import SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
