@@ -37,7 +37,7 @@ from services.process.notify import listening
 from services.rank.rank_config import DEFAULT_HAND_OVER_S
 from services.router.router_config import RouterConfig
 from services.settings.cluster_config import ClusterConfig
-from services.values.errors import ConfigError, Unavailable
+from services.values.errors import ConfigError, OverLimit, Unavailable
 from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -329,18 +329,21 @@ class LocalCluster:
     async def _serves(self, stub: generation_pb2_grpc.GenerationStub) -> bool:
         prompt = generation_pb2.TokenIds(ids=[0])
         probe = generation_pb2.ExplainRequest(request=generation_pb2.GenerateRequest(token_ids=prompt))
-        metadata = key_metadata(self.router_config.api_key_file)
+        shape, metadata = self.shape, key_metadata(self.router_config.api_key_file)
         try:
             models = generation_pb2.ListModelsRequest()
             model = (await stub.ListModels(models, timeout=2, metadata=metadata)).models[0]
+            if (model.prefill_ranks, model.decode_ranks) != (shape.prefill_ranks, shape.decode_ranks):
+                return False
             explanation = await stub.Explain(probe, timeout=2, metadata=metadata)
         except grpc.aio.AioRpcError as error:
-            if isinstance(grpc_errors.error_from(error), Unavailable) or error.code() in _NOT_YET:
+            refused = grpc_errors.error_from(error)
+            if isinstance(refused, OverLimit):  # By --tenants nobody may ask so often, and all ranks are up.
+                return True
+            if isinstance(refused, Unavailable) or error.code() in _NOT_YET:
                 return False
             raise
-        complete = model.decode_ranks == self.shape.decode_ranks
-        complete = complete and model.prefill_ranks == self.shape.prefill_ranks
-        return complete and not any(c.excluded for c in explanation.candidates)
+        return not any(c.excluded for c in explanation.candidates)
 
     def _forget_lives(self) -> None:
         for stack in self._lives.values():

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from router.http.backend import FakeBackend, chat, client, models_of
 from router.request.test_generation import LosingCluster
 from router.test_generation_service import serving
+from services.cli.local.local_cluster import LocalCluster, Shape
 from services.router.callers import ANYBODY, Caller, calling
 from services.router.connections.rank_connections import DecodeRankLost
 from services.router.generation_service import GenerationService
@@ -30,7 +31,7 @@ from services.values.errors import (
     OverLimit,
     Unavailable,
 )
-from services.wire.isthmus.v1 import generation_pb2
+from services.wire.isthmus.v1 import generation_pb2, generation_pb2_grpc
 
 
 def test_what_a_file_says_of_tenants(subtests):
@@ -327,6 +328,30 @@ async def test_calls_that_generate_nothing_have_a_rate_of_their_own(served, path
     account = generator._limited.account("acme")
     assert (account.refused["requests_per_minute"], account.requests, account.quota.running) == (2, 0, 0)
     await ask(generator)  # Its requests and prompt tokens are all still there.
+
+
+async def test_a_limit_of_all_tenants_does_not_keep_a_local_cluster_from_its_start(tmp_path):
+    """`isthmus up` asks again and again whether all ranks are there, for no tenant in particular."""
+    shape = Shape(tmp_path, tmp_path, prefill_workers=1, decode_workers=1, decode_dp_size=2)
+    cluster = LocalCluster(shape, lambda name, line: None)
+    tenants = Tenants(written(tmp_path / "tenants", **{"*": {"requests_per_minute": 2}}))
+    num_decode, excluded = 1, "is not connected"
+
+    class Router(generation_pb2_grpc.GenerationServicer):
+        async def ListModels(self, request, context):
+            model = generation_pb2.Model(id="m", prefill_ranks=1, decode_ranks=num_decode)
+            return generation_pb2.ListModelsResponse(models=[model])
+
+        async def Explain(self, request, context):
+            tenants.account(request.request.tenant).look()
+            candidate = generation_pb2.Candidate(excluded=excluded)
+            return generation_pb2.ExplainResponse(candidates=[candidate])
+
+    async with serving(Router()) as stub:
+        assert not any([await cluster._serves(stub) for _ in range(5)])
+        num_decode = 2
+        assert not any([await cluster._serves(stub) for _ in range(2)])
+        assert await cluster._serves(stub), "the router says that all ranks are up, and explains no more"
 
 
 async def test_a_list_of_more_prompts_than_may_ever_run_is_refused_for_good(served, subtests):
