@@ -325,6 +325,8 @@ class Generator:
                 raise AlreadyRunning(f"request_id {checked.request_id!r} is running")
             self._cluster.check_room(self._allowed_wait_s(checked, timeout_s), checked.answers)
         except IsthmusError as error:
+            if self._limited and not isinstance(error, InvalidRequest | NotFound | AlreadyRunning):
+                self._limited.account(request.tenant).give_back(0, 1)
             self._metrics.rejected(error)
             raise
         return checked

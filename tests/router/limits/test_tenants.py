@@ -27,6 +27,7 @@ from services.values.errors import (
     ContextExceeded,
     Forbidden,
     InvalidRequest,
+    NoCapacity,
     NotFound,
     OverLimit,
     Unavailable,
@@ -179,6 +180,14 @@ async def test_over_its_limit_a_tenants_request_reaches_no_rank(served, subtests
         with pytest.raises(OverLimit, match="requests_per_minute"):
             await ask(generator)
         assert not cluster.excluded
+    with subtests.test("nor is one counted that the cluster, which is full, refuses before its text is read"):
+        generator, cluster = served(acme={"requests_per_minute": 1})
+        room, cluster.check_room = cluster.check_room, MagicMock(side_effect=NoCapacity("full"))
+        for _ in range(2):
+            with pytest.raises(NoCapacity, match="full"):
+                await ask(generator)
+        cluster.check_room = room
+        await ask(generator)
     with subtests.test("a prompt that came while others took theirs"):
         generator, cluster = served(acme={"prompt_tokens_per_minute": 3})
         account = generator._limited.account("acme")
