@@ -23,7 +23,7 @@ counts as held once its last part is, and whoever needs room drops all of its pa
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -227,13 +227,14 @@ class TierBooks:
 
     def use(self, block: Block) -> None:
         self._uses += 1
-        for each in _path_up(block):
-            each.used = self._uses
-        self._put_last(block)
+        self._put_last(block, self._uses)
 
-    def _put_last(self, block: Block) -> None:
-        for each in _path_up(block):
-            self._by_use[each.place.tier].move_to_end(each)
+    def _put_last(self, block: Block, used: int | None = None) -> None:
+        at: Block | None = block
+        while at is not None:
+            self._by_use[at.place.tier].move_to_end(at)
+            at.used = at.used if used is None else used
+            at = at.parent
 
     def claim(
         self,
@@ -260,8 +261,7 @@ class TierBooks:
             return None
         self._sequence += 1
         block = Block(key, parent, block_hash, Place(0, slot), self._sequence, kind, with_draft, busy=1)
-        self._uses += 1
-        block.used = self._uses
+        block.used = self._uses = self._uses + 1
         self._num_writing += 1
         self._add(block)
         return block
@@ -301,11 +301,9 @@ class TierBooks:
         """
         if tier + 1 >= len(self._num_slots):
             return None
-        if newest:
-            last_used = islice(reversed(self._by_use[tier]), _MOST_LOOKED_AT)
-            block = next(filter(self._may_move_before_its_children, last_used), None)
-        else:
-            block = next(filter(self._may_move, self._oldest(tier)), None)
+        by_use = reversed(self._by_use[tier]) if newest else self._by_use[tier]
+        may_move = self._may_move_before_its_children if newest else self._may_move
+        block = next(filter(may_move, islice(by_use, _MOST_LOOKED_AT)), None)
         if block is None or (spares_newer and not self._has_room_for(block, tier + 1)):
             return None
         if (slot := self._take(tier + 1, spared=block)) is None:
@@ -344,9 +342,6 @@ class TierBooks:
                 self._leaving.add(each)
             else:
                 self._free[each.place.tier].append(each.place.slot)
-
-    def count(self, tier: int, state: SlotState) -> int:
-        return sum(block.state is state for block in self._all() if block.place.tier == tier)
 
     def check(self) -> None:
         unused = [[*free, *waiting] for free, waiting in zip(self._free, self._orphans, strict=True)]
@@ -419,16 +414,11 @@ class TierBooks:
         return leaf is not None and leaf.used <= block.used  # Of one path the end goes first.
 
     def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
-        may_go = (b for b in self._oldest(tier) if _is_idle(b) and not b.children and b is not spared)
+        # Children are older than their parents, so it is nearly always the first. Where the next tier is off,
+        # all may be parents of its blocks, and to look at each of them would take too long.
+        oldest = islice(self._by_use[tier], _MOST_LOOKED_AT)
+        may_go = (b for b in oldest if _is_idle(b) and not b.children and b is not spared)
         return next(may_go, None)
-
-    def _oldest(self, tier: int) -> Iterable[Block]:
-        """Return the few blocks among which one that may go is sought.
-
-        Children are older than their parents, so it is nearly always the first. Where the next tier is off,
-        all may be parents of its blocks, and to look at each of them would take too long.
-        """
-        return islice(self._by_use[tier], _MOST_LOOKED_AT)
 
     def _may_move(self, block: Block) -> bool:
         tier = block.place.tier
@@ -457,13 +447,6 @@ def _whole(block: Block, spared: Block | None) -> Block:
             break
         block = parent
     return block
-
-
-def _path_up(block: Block) -> Iterator[Block]:
-    at: Block | None = block
-    while at is not None:
-        yield at
-        at = at.parent
 
 
 def _is_idle(block: Block) -> bool:
