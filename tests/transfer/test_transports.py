@@ -163,16 +163,16 @@ def test_a_peer_may_lack_the_last_pools(transport, source, target):
     transport.remove_peer(peer)
 
 
-def test_a_peer_with_more_pools_or_none_is_refused(transport, target):
-    for memories in ([*target.memories, target.memories[0]], []):
-        with pytest.raises(PeerFailed, match="we have 3"):
+def test_peers_are_refused(transport, source, target, subtests):
+    first, second, third = target.memories
+    for what, memories in (("more pools", [first, second, third, first]), ("no pools", [])):
+        with subtests.test(what), pytest.raises(PeerFailed, match="we have 3"):
             transport.add_peer(target.metadata, memories)
-
-
-def test_pools_in_memory_of_different_kinds_are_refused(transport, target):
-    vram = replace(target.memories[1], kind="VRAM")
-    with pytest.raises(PeerFailed, match="DRAM, VRAM"):
-        transport.add_peer(target.metadata, [target.memories[0], vram, target.memories[2]])
+    with subtests.test("pools in memory of different kinds"), pytest.raises(PeerFailed, match="DRAM, VRAM"):
+        transport.add_peer(target.metadata, [first, replace(second, kind="VRAM"), third])
+    for metadata in (b"", b"junk", b"[1]", b'{"pid": "x"}'):
+        with subtests.test("metadata of nobody", metadata=metadata), pytest.raises(PeerFailed):
+            transport.add_peer(metadata, [pool.memory for pool in source])
 
 
 @pytest.mark.parametrize("name", ["local", pytest.param("nixl", marks=pytest.mark.nixl)])
@@ -223,12 +223,6 @@ def test_adding_a_peer_again_is_free_and_a_removed_one_is_unknown(transport, tar
 
     again = transport.add_peer(target.metadata, target.memories)
     finish(transport.write(again, [PageMove(0, 0, 1)]))
-
-
-def test_metadata_of_nobody_is_refused(transport, source):
-    for metadata in (b"", b"junk", b"[1]", b'{"pid": "x"}'):
-        with pytest.raises(PeerFailed):
-            transport.add_peer(metadata, [pool.memory for pool in source])
 
 
 @pytest.mark.parametrize("case", OTHER_PROCESS, indirect=True, ids=" ".join)

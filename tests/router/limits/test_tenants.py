@@ -319,24 +319,34 @@ async def looked(path, generator, tenant):
         return grpc.StatusCode.OK, None, ""
 
 
-@pytest.mark.parametrize("path", LOOKS)
-async def test_calls_that_generate_nothing_have_a_rate_of_their_own(served, path):
+async def test_calls_that_generate_nothing_have_a_rate_of_their_own(served, subtests):
     """A client that counts before it asks loses no answer by that, and cannot count without end."""
-    limits = {"requests_per_minute": 2, "prompt_tokens_per_minute": 3}
-    generator, cluster = served(clock=lambda: 0.0, acme=limits)
-    cluster.explain, cluster.ranks = MagicMock(side_effect=Unavailable("no rank")), lambda role: ["d0"]
-    good, over = (200, 429) if path[0] == "/" else (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
-    if path == "Explain":
-        good = grpc.StatusCode.UNAVAILABLE
-    assert [(await looked(path, generator, "acme"))[0] for _ in range(2)] == [good, good]
-    for _ in range(2):
-        status, retry_after, text = await looked(path, generator, "acme")
-        assert (status, retry_after) == (over, "30"), text
-        assert "over requests_per_minute with calls that generate nothing: 2 allowed" in text
-    assert (await looked(path, generator, "labs"))[0] == good
-    account = generator._limited.account("acme")
-    assert (account.refused["requests_per_minute"], account.requests, account.quota.running) == (2, 0, 0)
-    await ask(generator)  # Its requests and prompt tokens are all still there.
+    for path in LOOKS:
+        with subtests.test(path):
+            limits = {"requests_per_minute": 2, "prompt_tokens_per_minute": 3}
+            generator, cluster = served(clock=lambda: 0.0, acme=limits)
+            cluster.explain, cluster.ranks = (
+                MagicMock(side_effect=Unavailable("no rank")),
+                lambda role: ["d0"],
+            )
+            good, over = (
+                (200, 429) if path[0] == "/" else (grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            )
+            if path == "Explain":
+                good = grpc.StatusCode.UNAVAILABLE
+            assert [(await looked(path, generator, "acme"))[0] for _ in range(2)] == [good, good]
+            for _ in range(2):
+                status, retry_after, text = await looked(path, generator, "acme")
+                assert (status, retry_after) == (over, "30"), text
+                assert "over requests_per_minute with calls that generate nothing: 2 allowed" in text
+            assert (await looked(path, generator, "labs"))[0] == good
+            account = generator._limited.account("acme")
+            assert (account.refused["requests_per_minute"], account.requests, account.quota.running) == (
+                2,
+                0,
+                0,
+            )
+            await ask(generator)  # Its requests and prompt tokens are all still there.
 
 
 async def test_a_limit_of_all_tenants_does_not_keep_a_local_cluster_from_its_start(tmp_path):
