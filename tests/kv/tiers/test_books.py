@@ -93,7 +93,7 @@ class BooksMachine(RuleBasedStateMachine):
         if newest:
             assert parent is None or parent.place.tier or parent.moves_to, "parents go first"
         else:
-            assert all(child.place.tier == 1 for child in children), "leaves go first"
+            assert all(child.place.tier > 0 for child in children), "leaves go first"
         self._write(block.moves_to)
         self.in_use.append(block.place)
         return block, block.place, block.moves_to
