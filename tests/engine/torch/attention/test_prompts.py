@@ -199,6 +199,7 @@ def flash_of(change, monkeypatch):
     monkeypatch.setattr(prompts, "varlen_attn", lambda *args, **named: varlen_plainly(*args, **change(named)))
 
 
+@pytest.mark.exact
 def test_what_is_chosen_on_a_gpu(subtests, caplog):
     with subtests.test("what is right"), pytest.MonkeyPatch.context() as patched:
         cuda = on_a_gpu(patched, gather_plainly)
@@ -244,6 +245,7 @@ def test_what_is_chosen_on_a_gpu(subtests, caplog):
         assert record.getMessage().startswith("prompts_not_packed sinks=True error=KernelWrong")
 
 
+@pytest.mark.exact
 def test_what_is_chosen_for_soft_caps(subtests, monkeypatch, caplog):
     def uncapped(*tables_and_scores):
         *tables, scores = tables_and_scores
