@@ -7,17 +7,22 @@ speeds are an eighth of those of the simulation, as engine fake holds contexts o
 block. Those sessions are run to their end that begin within --seconds, and the first third of the requests is
 not counted. TTFT is the client's. Processes that share few cores
 make each step some milliseconds longer: with --stretch 2 all else takes twice as long.
+
+What is predicted is the median of simulations that differ in ties and in the router of each request. Their
+least and greatest p50 say how far that is known: where short prompts wait behind long ones, half of the
+requests do or do not by such chances.
 """
 
 import asyncio
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 
 from bench.checkpoint import Size, write
@@ -41,6 +46,7 @@ _IDS = 500
 _CELLS = "agents:0+4,mixed:0+4,agents:2+2"
 _LOAD = 0.8
 _ROUTERS = 2
+_DRAWS = 9
 _COMMON_FLAGS = ("--model-name=bench", "--log-level=warning", f"--index-block={_PAGE}")
 _RANK_FLAGS = (
     "--engine=fake",
@@ -167,30 +173,47 @@ async def measure(
         return replay
 
 
-def predict(prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0) -> Simulation:
+def predict(
+    prefill: int, decode: int, requests: Sequence[TraceRequest], stretch: float = 1.0
+) -> list[Simulation]:
+    """Return served simulations that differ by chance alone."""
     setting = Setting(prefill, decode, blocks=_BLOCKS, timing=_timing(stretch), routers=_ROUTERS)
-    simulation = Simulation(setting, "ours", requests)
-    simulation.serve()
-    return simulation
+    simulations = [Simulation(replace(setting, draw=draw), "ours", requests) for draw in range(_DRAWS)]
+    for simulation in simulations:
+        simulation.serve()
+    return simulations
 
 
 def _counted(ttft_s: dict[int, float]) -> list[float]:
     return sorted(seconds for number, seconds in ttft_s.items() if number >= len(ttft_s) // 3)
 
 
-def compare(replay: Replay, simulation: Simulation) -> Row:
-    jobs = simulation.jobs
-    predicted = _counted({job.request.number: job.first_token_s - job.request.arrival_s for job in jobs})
+def compare(replay: Replay, simulations: Sequence[Simulation]) -> Row:
+    predicted = [
+        _counted({job.request.number: job.first_token_s - job.request.arrival_s for job in simulation.jobs})
+        for simulation in simulations
+    ]
     measured = _counted(replay.ttft_s)
-    row: Row = {"requests": len(jobs)}
-    for share, figure in ((0.5, "p50"), (0.9, "p90")):
-        values = [quantile(ordered, share) for ordered in (predicted, measured)]
-        row |= {f"predicted_{figure}_s": values[0], f"measured_{figure}_s": values[1]}
-        row[f"{figure}_ratio"] = values[1] / values[0]
-    prompt_tokens = sum(job.request.prompt_tokens for job in jobs)
-    row["predicted_hits"] = 1 - sum(job.computed_tokens for job in jobs) / prompt_tokens
+    row: Row = {"requests": len(simulations[0].jobs)}
+    figures: dict[str, Callable[[list[float]], float]] = {
+        "mean": mean,
+        "p50": lambda ordered: quantile(ordered, 0.5),
+        "p90": lambda ordered: quantile(ordered, 0.9),
+    }
+    for figure, of in figures.items():
+        draws, value = [of(ordered) for ordered in predicted], of(measured)
+        row |= {f"predicted_{figure}_s": median(draws), f"measured_{figure}_s": value}
+        row[f"{figure}_ratio"] = value / median(draws)
+        if figure == "p50":
+            row |= {"least_p50_s": min(draws), "greatest_p50_s": max(draws)}
+    row["predicted_hits"] = median(map(_hits, simulations))
     row["measured_hits"] = 1 - replay.computed_tokens / replay.prompt_tokens
     return row
+
+
+def _hits(simulation: Simulation) -> float:
+    prompt_tokens = sum(job.request.prompt_tokens for job in simulation.jobs)
+    return 1 - sum(job.computed_tokens for job in simulation.jobs) / prompt_tokens
 
 
 def _row(name: str, seconds: float, stretch: float) -> Row:
