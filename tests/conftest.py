@@ -46,7 +46,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def checkpoints_folder(tmp_path_factory):
-    """For checkpoints.py, which few tests import: it takes torch with it. All workers of a run share one."""
+    """All workers of a run share one; checkpoints.py finds it by a variable, as few tests import torch."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     os.environ["ISTHMUS_TEST_CHECKPOINTS"] = str(folder / "checkpoints")

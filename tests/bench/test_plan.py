@@ -1,4 +1,4 @@
-"""What bench.plan counts; in its loop ranks come and go, and no request is lost."""
+"""These tests show what bench.plan counts, and that its loop loses no request while ranks come and go."""
 
 from math import inf
 from types import SimpleNamespace
