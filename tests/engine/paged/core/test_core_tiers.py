@@ -142,6 +142,15 @@ class TieredRank(Rank):
         self.thread.run()
         self.core.check()
 
+    def keep_all(self, most_turns):
+        """It leaves."""
+        storing, turns = self.tiers.storing, 0
+        storing.keep_all(True)
+        while not storing.has_kept_all:
+            self.turn()
+            turns += 1
+            assert turns <= most_turns
+
     def fill_pool(self, seed, count=3):
         for number in range(count):
             prompt = prompt_of(100 * seed + number, 40)
@@ -545,12 +554,7 @@ def check_last_used(num_pages, num_slots, found):
     prompts = [[*prompt_of(1, 32), *prompt_of(10 + nth, 9)] for nth in range(8)]
     for prompt in prompts:
         rank.generate(prompt)
-    rank.tiers.storing.keep_all(True)
-    turns = 0
-    while not rank.tiers.storing.has_kept_all:
-        rank.turn()
-        turns += 1
-    assert turns <= 4
+    rank.keep_all(most_turns=4)
     again = TieredRank(num_pages=160, tiers=rank.slabs, num_slots=(num_slots,), in_files=(True,))
     for nth, prompt in enumerate(reversed(prompts), start=1):
         before = again.computed_tokens
@@ -601,12 +605,7 @@ def test_a_rank_that_leaves_moves_what_was_used_last_where_its_files_are_smaller
             prompts = [prompt_of(seed, 40) for seed in range(8)]
             for prompt in prompts:
                 rank.generate(prompt)
-            rank.tiers.storing.keep_all(True)
-            turns = 0
-            while not rank.tiers.storing.has_kept_all:
-                rank.turn()
-                turns += 1
-                assert turns < 40
+            rank.keep_all(most_turns=40)
             rank.tiers.books.check()
             memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
             again = TieredRank(num_pages=200, tiers=[memory, *rank.slabs[1:]], **settings)
@@ -632,12 +631,7 @@ def check_keeping(seed):
         rank.generate(prompt, chance.randrange(1, 5))
         if chance.random() < 0.3:
             storing.keep_all(chance.random() < 0.5)
-    storing.keep_all(True)
-    turns = 0
-    while not storing.has_kept_all:
-        rank.turn()
-        turns += 1
-        assert turns < 30
+    rank.keep_all(most_turns=30)
     again = TieredRank(num_pages=200, tiers=rank.slabs, **settings)
     for prompt in reversed(prompts):
         assert again.generate(prompt) == continuation(prompt, 3, carried)
