@@ -153,6 +153,12 @@ class EngineConfig(ClusterConfig):
         "prompt tokens computed per step; default: 512, or 2048 where engine torch computes on a GPU",
         bounds=Bounds(at_least=1),
     )
+    shorter_first: float = setting(
+        1.0,
+        "let shorter prompts overtake a longer one, that together have at most so many times its tokens; "
+        "0: compute them in the order of arrival",
+        bounds=Bounds(at_least=0),
+    )
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(
         None,
@@ -387,5 +393,6 @@ class EngineConfig(ClusterConfig):
             self.max_running_requests,
             self.chunk_tokens,
             itl_target_s=target_ms / 1e3 if target_ms is not None else None,
+            shorter_first=self.shorter_first,
             step_limit_s=self.step_limit_s,
         )

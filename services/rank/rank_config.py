@@ -9,6 +9,7 @@ from services.values.errors import ConfigError
 DEFAULT_HAND_OVER_S = 10.0
 _NOT_SGLANG = (
     "itl_target_ms",
+    "shorter_first",
     "protected_cache_share",
     "write_lease_s",
     "fence_margin_s",

@@ -110,5 +110,6 @@ def _draw_rank(chance: random.Random, page_size: int, tight: bool) -> dict[str, 
         "transport": chance.choice(["local", "local", "local", "nixl"]),
         "kv_digest_share": chance.choice([0.0, 1.0]),
         "itl_target_ms": chance.choice([None, None, None, 5.0]),
+        "shorter_first": chance.choice([0.0, 1.0, 1.0, 50.0]),
         "protected_cache_share": chance.choice([0.0, 0.3, 1.0]),
     }

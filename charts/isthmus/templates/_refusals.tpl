@@ -45,7 +45,7 @@
 {{- fail "router.flags.plans has local, and engine sglang's decode computes no prompts: [remote]" -}}
 {{- end -}}
 {{- include "isthmus.sglangRefusals" (dict "root" $ "role" $role "arguments" (index $worker.flags "engine-arg" | default list)) -}}
-{{- range concat (list "itl-target-ms" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "pull" "hand-over-s" "move-running") $drafting -}}
+{{- range concat (list "itl-target-ms" "shorter-first" "protected-cache-share" "write-lease-s" "fence-margin-s" "kv-digest-share" "step-limit-s" "draft-model" "kv-dtype" "graph-mib" "weights" "pull" "hand-over-s" "move-running") $drafting -}}
 {{- if not (kindIs "invalid" (index $worker.flags .)) -}}
 {{- fail (printf "%s.flags.%s is for engine torch: SGLang has its own way with that" $role .) -}}
 {{- end -}}

@@ -103,6 +103,7 @@ class EngineCore:
         check_prompt(seq, self.runner.vocab_size, self.max_context_tokens)
         seq.submitted_s = self._clock()
         self._in_common.came(seq)
+        self._chunk_turns.came(seq)
         seq.place = self._shares.came(seq.request.share)
         self._wait(seq)
 
@@ -214,7 +215,7 @@ class EngineCore:
     # -- admission --------------------------------------------------------------------------------
 
     def _wait(self, seq: Sequence) -> None:
-        seq.phase = Phase.WAITING
+        seq.phase, seq.due_tokens = Phase.WAITING, None
         self._gate.add(seq)
 
     def _let_in_landed(self) -> bool:
@@ -334,7 +335,7 @@ class EngineCore:
             return []
         budget = self.figures.chunk_tokens(num_decoding, num_drafts)
         chunks: list[tuple[Sequence, Chunk]] = []
-        for seq in self._chunk_turns.line(computing):
+        for seq in self._chunk_turns.line(computing, self.figures.limits.shorter_first):
             if budget <= 0:
                 break
             self._catch_up(seq)
@@ -364,8 +365,7 @@ class EngineCore:
             assert seq.pages is not None
             if self.cache.extend(seq.pages, 1):
                 return True
-            victim = retraction_victim(self._active)
-            if victim is None:
+            if (victim := retraction_victim(self._active)) is None:
                 return False  # The other pages are being received into, or are in quarantine.
             self._retract(victim)
             if victim is seq:

@@ -97,6 +97,9 @@ class Sequence:
     retractions: int = 0
     place: float = 0.0  # It stands here among its tenant's own; by arrival where this is equal.
     started_at: float = 0.0  # Its tenant had had so much when it was let in.
+    # ChunkTurns sets these: one at submission, the other when it begins to compute, also after a retraction.
+    came_tokens: int = 0
+    due_tokens: float | None = None
     owed_tokens: int = 0  # Its tenant was charged for so many that are not computed yet.
     # The gate keeps these while it waits.
     overtaken: int = 0

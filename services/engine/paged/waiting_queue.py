@@ -266,20 +266,36 @@ def place_in_line(seq: Sequence) -> tuple[int, float, int]:
 
 
 class ChunkTurns:
-    """It orders the sequences whose prompts are computed: the first one's chunk comes first in a step."""
+    """It orders the sequences whose prompts are computed: the first one's chunk comes first in a step.
+
+    Tenants take turns. Among a tenant's own of one priority, those that are due first go first:
+
+        due  =  tokens to compute of all prompts that came until then, it included  +  shorter_first * its own
+
+    So a prompt goes before longer ones, but not for ever: a later one goes before it only if all that came
+    since, that one included, have fewer than `shorter_first` times its tokens.
+    """
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
+        self._came_tokens = 0
 
-    def line(self, computing: Iterable[Sequence]) -> list[Sequence]:
+    def came(self, seq: Sequence) -> None:
+        self._came_tokens += seq.uncomputed_tokens
+        seq.came_tokens = self._came_tokens
+
+    def line(self, computing: Collection[Sequence], shorter_first: float) -> list[Sequence]:
+        for seq in computing:
+            if seq.due_tokens is None:
+                seq.due_tokens = seq.came_tokens + shorter_first * seq.remaining_tokens
         if not self._shares.is_on:
             line = in_turn(computing, {}, self._served_at)
         else:
             line = sorted(computing, key=self._place)
             self._shares.serves(line[0].started_at if line else None)
         self._note_served(line)
-        return line
+        return _by_due(line) if shorter_first else line
 
     def _place(self, seq: Sequence) -> tuple[int, float, int, float, int]:
         """A prompt that has begun goes on before those that were let in later, but for a tenant that came
@@ -292,6 +308,20 @@ class ChunkTurns:
         self._served_at = {tenant: at for tenant, at in self._served_at.items() if tenant in tenants}
         if len(tenants) > 1:
             self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
+
+
+def _by_due(line: list[Sequence]) -> list[Sequence]:
+    """Give each tenant's places in the line to its own in the order in which they are due."""
+    own: dict[tuple[int, str], list[Sequence]] = {}
+    for seq in line:
+        own.setdefault((seq.request.priority, tenant_of(seq)), []).append(seq)
+    turns = {group: iter(sorted(sequences, key=_due_tokens)) for group, sequences in own.items()}
+    return [next(turns[seq.request.priority, tenant_of(seq)]) for seq in line]
+
+
+def _due_tokens(seq: Sequence) -> float:
+    assert seq.due_tokens is not None
+    return seq.due_tokens
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:

@@ -125,7 +125,7 @@ def test_the_order_in_which_prompts_are_computed(subtests):
 
     with subtests.test("who was overtaken is computed before those who came in meanwhile"):
         # A retracted sequence, too, finds its place again.
-        rank = Rank(num_pages=30, page_size=4, chunk_size=4, expected_output=0.0)
+        rank = Rank(num_pages=30, page_size=4, chunk_size=4, expected_output=0.0, shorter_first=0.0)
         running = rank.submit(range(100, 156), 9)
         while running not in rank.tokens:
             rank.step()

@@ -1,7 +1,8 @@
 """Tenants take turns: whoever asks for little beside another's crowd does not wait for the crowd."""
 
 import random
-from collections import Counter
+from collections import Counter, deque
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,14 @@ from services.engine.paged import waiting_queue
 from services.engine.paged.admitting import Patience
 from services.engine.paged.fair_share import FairShare, token_cost
 from services.engine.paged.sequence import Phase, Sequence
-from services.engine.paged.waiting_queue import WaitingQueue, earliest_first, in_turn, place_in_line
+from services.engine.paged.waiting_queue import (
+    ChunkTurns,
+    WaitingQueue,
+    earliest_first,
+    in_turn,
+    place_in_line,
+    tenant_of,
+)
 from services.values.request import GenerationRequest, SamplingParams, TenantShare
 
 PATIENCE_S = Patience().deadline_s
@@ -268,6 +276,89 @@ def test_a_short_request_beside_a_crowd(subtests):
             rank.step()
         assert long.computed > before
         rank.run([long, *short])
+
+
+def test_a_tenants_shorter_prompts_overtake_its_longer_ones(subtests):
+    with subtests.test("a short prompt does not wait for a long one of its own tenant"):
+        rank = Rank(num_pages=200, chunk_size=8, max_running=8)
+        long = rank.submit(range(200), 1)
+        rank.step()
+        short = rank.submit([*range(100, 107)], 1)
+        rank.step()
+        assert short in rank.finished
+        assert long.computed < 24
+        rank.run([long])
+        assert rank.tokens[long] == continuation(list(range(200)), 1)
+
+    with subtests.test("where none may overtake they are computed in the order of arrival"):
+        rank = Rank(num_pages=200, chunk_size=8, max_running=8, shorter_first=0.0)
+        long = rank.submit(range(200), 1)
+        rank.step()
+        short = rank.submit([*range(100, 107)], 1)
+        rank.run([long])
+        assert short not in rank.finished
+
+    with subtests.test("only what is not cached counts as its length"):
+        rank = Rank(num_pages=200, chunk_size=8, max_running=8)
+        rank.run([rank.submit(range(100, 180), 1)])
+        other = rank.submit(range(40), 1)
+        cached = rank.submit(range(100, 184), 1)
+        rank.step()
+        assert cached in rank.finished
+        assert other not in rank.finished
+
+    with subtests.test("priority goes before length"):
+        rank = Rank(num_pages=200, chunk_size=8, max_running=8)
+        long = rank.submit(range(80), 1, priority=1)
+        short = rank.submit([*range(100, 107)], 1)
+        rank.run([long])
+        assert short not in rank.finished
+
+
+class _Came(NamedTuple):
+    after: int  # So many steps after the one before it.
+    tokens: int
+    tenant: str
+
+
+_CAME = st.builds(_Came, st.integers(0, 6), st.integers(1, 60), st.sampled_from("aab"))
+
+
+@given(st.lists(_CAME, min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+def test_who_overtakes_a_prompt_has_a_bounded_part_of_its_tokens(came, shorter_first):
+    """A later prompt goes first only if all that came since have, together, so many times fewer tokens."""
+    chunk, shares = 7, FairShare()
+    turns = ChunkTurns(shares)
+    left: dict[Sequence, int] = {}
+    ends: list[Sequence] = []
+    arrived: list[Sequence] = []
+    later = deque(came)
+    wait = later[0].after
+    while later or left:
+        while later and wait <= 0:
+            each = later.popleft()
+            seq = waiting(len(arrived), each.tenant)
+            seq.ids = list(range(each.tokens))
+            seq.phase, seq.uncomputed_tokens = Phase.COMPUTING, each.tokens
+            turns.came(seq)
+            arrived.append(seq)
+            left[seq] = each.tokens
+            wait = later[0].after if later else 0
+        wait -= 1
+        budget = chunk
+        for seq in turns.line(list(left), shorter_first):
+            size = min(budget, left[seq])
+            budget, left[seq], seq.computed = budget - size, left[seq] - size, seq.computed + size
+            if not left[seq]:
+                del left[seq]
+                ends.append(seq)
+    place = {seq: index for index, seq in enumerate(ends)}
+    for index, seq in enumerate(arrived):
+        since = 0
+        for other in arrived[index + 1 :]:
+            since += len(other.ids)
+            if tenant_of(other) == tenant_of(seq) and place[other] < place[seq]:
+                assert since < shorter_first * len(seq.ids)
 
 
 def test_who_gives_way_and_who_does_not(subtests):
