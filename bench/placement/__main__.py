@@ -32,8 +32,7 @@ from bench.placement.goals import PooledHits, goals
 from bench.placement.simulation import ONE_PLAN, POLICIES, Simulation
 from bench.placement.workload import pooled_lru_hits, read_trace
 from bench.report import Row, parser_of, table, write_json
-from services.router.replay.ranks import Timing
-from services.router.replay.setting import Setting
+from services.router.replay.setting import Setting, Timing
 
 _LAYOUTS = {"8": (0, 8), "4+4": (4, 4), "2+6": (2, 6), "8+64": (8, 64), "200+800": (200, 800)}
 # A thousand ranks get 25 times the requests, for five minutes.

@@ -31,8 +31,7 @@ from bench.placement.simulation import Simulation
 from bench.report import Row, parser_of, table, write_json
 from services.cli.local.local_cluster import LocalCluster, Shape
 from services.router.replay.planner import quantile
-from services.router.replay.ranks import Timing
-from services.router.replay.setting import Setting
+from services.router.replay.setting import Setting, Timing
 from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
 from services.wire.isthmus.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 

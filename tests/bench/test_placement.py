@@ -12,8 +12,7 @@ from bench.placement.simulation import POLICIES, Simulation
 from bench.placement.workload import pooled_lru_hits, read_trace
 from services.router.replay.events import Events
 from services.router.replay.ours import Pins
-from services.router.replay.ranks import Timing
-from services.router.replay.setting import Setting
+from services.router.replay.setting import Setting, Timing
 from services.router.replay.workload import TraceRequest
 from services.values.rank import RankKey
 

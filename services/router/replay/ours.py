@@ -15,7 +15,8 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
-from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank, Timing
+from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank
+from services.router.replay.setting import Timing
 from services.router.replay.workload import TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role

@@ -5,7 +5,8 @@
                                                 -> (local) its turn: chunks computed with the batch's steps
 
 A page is one block. A prompt is matched when its turn to be computed comes, or, if
-decode only receives it, as soon as there are pages. Who computes it reads beforehand what its tier holds
+decode only receives it, as soon as there are pages. After each chunk the prompt goes on that is due first
+(services/engine/paged/waiting_queue.py, ChunkTurns). Who computes it reads beforehand what its tier holds
 beyond its pool, while others are computed. What is generated takes pages, and leaves behind those
 of TraceRequest.answered; none for the trace, which does not say which blocks it becomes.
 """
@@ -22,43 +23,14 @@ from services.router.replay.below import Tier
 from services.router.replay.events import Events
 from services.router.replay.pulls import SimulatedPulls
 from services.router.replay.resuming import Resuming
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.setting import Timing
+from services.router.replay.workload import TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 from services.values.rank_reports import RankLoad
 from services.values.request import Pulled
 
 MODEL = "sim"
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """The KV is that of an 8B model with grouped queries in 16 bits."""
-
-    block_tokens: int = BLOCK_TOKENS  # a page of the pools, and an index block
-    tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
-    chunk_tokens: int = 2_048
-    kv_bytes_per_token: int = 131_072
-    state_bytes: int = 0  # that crosses with every prompt
-    bytes_per_s: float = 12.5e9  # out of one prefill rank
-    tier_bytes_per_s: float = 5e9  # into a pool from the tier below it
-    hop_s: float = 0.001  # between two services
-    step_s: float = 0.015  # of a batch of one
-    step_s_per_sequence: float = 0.0004
-    chunk_step_s: float = 0.0  # that a chunk takes beyond its tokens, however few they are
-    report_s: float = 0.05  # between two reports of a rank's load
-    flush_s: float = 0.05  # a publisher gathers cache events for so long
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_tokens * self.kv_bytes_per_token
-
-    @property
-    def reported_tokens_per_s(self) -> float:
-        """Return the speed with which whole chunks are computed."""
-        if not self.chunk_step_s:
-            return self.tokens_per_s
-        return self.chunk_tokens / (self.chunk_step_s + self.chunk_tokens / self.tokens_per_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +43,8 @@ class Job:
     on_first_token: "Callable[[Job], None]"
     on_end: "Callable[[Job], None]"
     pending_tokens: int = 0  # as the rank counts them
+    due_tokens: float = 0.0
+    done_tokens: int = -1  # those computed, and those found; -1 before it begins
     common_tokens: int = 0  # of these, that prompts before it bring
     decode_blocks: int = 0  # matched
     resumed_blocks: int = 0  # not computed by who computes
@@ -89,6 +63,14 @@ class Job:
     transfer_s: float = 0.0
     first_token_s: float = 0.0
     ended_s: float = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.done_tokens >= 0
+
+    @property
+    def left_tokens(self) -> int:
+        return self.request.prompt_tokens - self.done_tokens
 
 
 class Rank(ABC):
@@ -118,11 +100,10 @@ class Rank(ABC):
         self.publish: Callable[[Rank, CacheEvents], None] = _nobody
         self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody
         self._queue: deque[Job] = deque()
-        self._read: deque[Job] = deque()  # Their tier has been read, or a pull is over.
-        self._queued_tokens = self._common_tokens = 0
+        self._ready: list[Job] = []  # Their tier has been read, a pull is over, or they were overtaken.
+        self._came_tokens = self._queued_tokens = self._common_tokens = 0
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
-        self._done_tokens = 0  # of the current prompt
         self._chunk_tokens = 0
         self._chunk_began_s = self._chunk_ends_s = 0.0
         self._reporting = self._flushing = False
@@ -130,13 +111,16 @@ class Rank(ABC):
     @property
     def pending_tokens(self) -> int:
         """These tokens are queued and uncached, or are being computed; the chunk under way counts whole."""
-        current = self._current
-        remaining = 0 if current is None else current.request.prompt_tokens - self._done_tokens
-        return self._queued_tokens + remaining
+        current = 0 if self._current is None else self._current.left_tokens
+        return self._queued_tokens + self._overtaken_tokens + current
 
     @property
     def exact_pending_tokens(self) -> int:
-        return self._queued_tokens + self.exact_current_tokens
+        return self._queued_tokens + self._overtaken_tokens + self.exact_current_tokens
+
+    @property
+    def _overtaken_tokens(self) -> int:
+        return sum([job.left_tokens for job in self._ready if job.has_begun])
 
     @property
     def exact_current_tokens(self) -> int:
@@ -144,8 +128,7 @@ class Rank(ABC):
         if self._current is None:
             return 0
         done = (self.events.now - self._chunk_began_s) * self.timing.tokens_per_s
-        left = self._current.request.prompt_tokens - self._done_tokens
-        return left - int(min(done, self._chunk_tokens))
+        return self._current.left_tokens - int(min(done, self._chunk_tokens))
 
     def matched_tokens(self, request: TraceRequest) -> int:
         return self.cache.match_len(request.blocks, "") * self.block_tokens
@@ -161,10 +144,12 @@ class Rank(ABC):
         job.queued_s = self.events.now
         pulled_tokens = job.source_blocks * self.timing.block_tokens
         job.pending_tokens = job.request.prompt_tokens - max(self.reused_tokens(job.request), pulled_tokens)
-        before = (*self._queue, *self._read, *([self._current] if self._current else ()))
+        before = (*self._queue, *self._ready, *([self._current] if self._current else ()))
         common = max((job.request.num_common(each.request) for each in before), default=0) * self.block_tokens
         found_tokens = job.request.prompt_tokens - job.pending_tokens
         job.common_tokens = max(0, min(common, job.request.prompt_tokens - 1) - found_tokens)
+        self._came_tokens += job.pending_tokens
+        job.due_tokens = self._came_tokens + self.timing.shorter_first * job.pending_tokens
         self._queued_tokens += job.pending_tokens
         self._common_tokens += job.common_tokens
         self._queue.append(job)
@@ -173,22 +158,25 @@ class Rank(ABC):
         self.changed()
 
     def _next(self) -> None:
-        """Begin with what has been read, or with the prompt at the head of the queue, if there is room."""
+        """Begin, or go on, with the prompt that is due first of those that are ready or have room."""
         while self._current is None:
-            if self._read:
-                self._begin(self._read.popleft())
-            elif (job := self._first_with_pages()) is None:
+            ready, queued = min(self._ready, key=_due_tokens, default=None), self._first_with_pages()
+            if ready is not None and (queued is None or ready.due_tokens <= queued.due_tokens):
+                self._ready.remove(ready)
+                self._begin(ready)
+            elif queued is None:
                 return
             else:
-                self._queue.remove(job)
-                if not self.pulls.awaits(job) and not self._reads(job):
-                    self._begin(job)
+                self._queue.remove(queued)
+                if not self.pulls.awaits(queued) and not self._reads(queued):
+                    self._begin(queued)
 
     def _first_with_pages(self) -> Job | None:
-        """Return the head of the queue or, without room for that, the first one that has its pages."""
-        if self._queue and self.take_pages(self._queue[0]) is not None:
-            return self._queue[0]
-        return next((job for job in self._queue if job in self._pages), None)
+        """Return the first of the queue or, without room for that, the first one that has its pages."""
+        first = min(self._queue, key=_due_tokens, default=None)
+        if first is None or self.take_pages(first) is not None:
+            return first
+        return min((job for job in self._queue if job in self._pages), key=_due_tokens, default=None)
 
     def take_pages(self, job: Job) -> SequencePages | None:
         return self._pages[job] if job in self._pages or self._open(job) else None
@@ -197,7 +185,7 @@ class Rank(ABC):
         """Go on with the job, which computes so many more than was expected, and with those that waited."""
         job.pending_tokens += more_tokens
         self._queued_tokens += more_tokens
-        self._read += followers if job in self._queue else (job, *followers)
+        self._ready += followers if job in self._queue else (job, *followers)
         self._next()
         self.changed()
 
@@ -220,11 +208,14 @@ class Rank(ABC):
     def _has_read(self, job: Job) -> None:
         depth = self._pages[job].prefix_len + job.brought_blocks
         self.cache.publish(self._pages[job], job.request.blocks[:depth])
-        self._read.append(job)
+        self._ready.append(job)
         self._next()
 
     def _begin(self, job: Job) -> None:
         self._current = job
+        if job.has_begun:
+            self._begin_chunk()
+            return
         self._queued_tokens -= job.pending_tokens
         self._common_tokens -= job.common_tokens
         job.began_s = self.events.now
@@ -238,16 +229,16 @@ class Rank(ABC):
         matched = min(found, job.request.prompt_tokens - 1)
         if self.holds_all:
             matched = job.request.prompt_tokens - job.request.new_tokens
-        self._done_tokens = matched
+        job.done_tokens = matched
         job.computed_tokens = job.request.prompt_tokens - matched
         self._begin_chunk()
 
     def _begin_chunk(self) -> None:
         assert self._current is not None
-        left = self._current.request.prompt_tokens - self._done_tokens
+        left, done = self._current.left_tokens, self._current.done_tokens
         # To a block's end, so that whole blocks can be published, unless a block is larger than a chunk.
-        aligned = (self._done_tokens + self.timing.chunk_tokens) // self.block_tokens * self.block_tokens
-        self._chunk_tokens = min(left, max(0, aligned - self._done_tokens) or self.timing.chunk_tokens)
+        aligned = (done + self.timing.chunk_tokens) // self.block_tokens * self.block_tokens
+        self._chunk_tokens = min(left, max(0, aligned - done) or self.timing.chunk_tokens)
         self._chunk_began_s = self.events.now
         took_s = self._chunk_s()
         self._chunk_ends_s = self.events.now + took_s
@@ -258,11 +249,11 @@ class Rank(ABC):
         return self.timing.chunk_step_s + self._chunk_tokens / self.timing.tokens_per_s
 
     def _chunk_ended(self) -> None:
-        job = self._current
+        job, self._current = self._current, None
         assert job is not None
-        self._done_tokens += self._chunk_tokens
-        whole = self._done_tokens == job.request.prompt_tokens
-        num_blocks = len(job.request.blocks) if whole else self._done_tokens // self.block_tokens
+        job.done_tokens += self._chunk_tokens
+        whole = not job.left_tokens
+        num_blocks = len(job.request.blocks) if whole else job.done_tokens // self.block_tokens
         pages = self._pages[job]
         self.cache.publish(pages, job.request.blocks[:num_blocks])
         for border in job.borders:
@@ -270,12 +261,11 @@ class Rank(ABC):
                 self.resuming.keep(self.cache, pages, border)
         job.borders = [border for border in job.borders if border > num_blocks]
         self.changed()
-        if not whole:
-            self._begin_chunk()
-            return
-        job.computed_s = self.events.now
-        self._current = None
-        self._computed(job)
+        if whole:
+            job.computed_s = self.events.now
+            self._computed(job)
+        else:
+            self._ready.append(job)
         self._next()
 
     @abstractmethod
@@ -494,6 +484,10 @@ class DecodeRank(Rank):
             waiting_tokens=sum(job.request.prompt_tokens for job in self._receiving),
             step_s=self.batch_step_s(),
         )
+
+
+def _due_tokens(job: Job) -> float:
+    return job.due_tokens
 
 
 def _nobody(*news: object) -> None:

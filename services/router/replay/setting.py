@@ -3,7 +3,38 @@
 from dataclasses import dataclass, field, replace
 
 from services.router.placement.price import PriceWeights
-from services.router.replay.ranks import Timing
+from services.router.replay.workload import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The KV is that of an 8B model with grouped queries in 16 bits."""
+
+    block_tokens: int = BLOCK_TOKENS  # a page of the pools, and an index block
+    tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
+    chunk_tokens: int = 2_048
+    shorter_first: float = 1.0  # as --shorter-first
+    kv_bytes_per_token: int = 131_072
+    state_bytes: int = 0  # that crosses with every prompt
+    bytes_per_s: float = 12.5e9  # out of one prefill rank
+    tier_bytes_per_s: float = 5e9  # into a pool from the tier below it
+    hop_s: float = 0.001  # between two services
+    step_s: float = 0.015  # of a batch of one
+    step_s_per_sequence: float = 0.0004
+    chunk_step_s: float = 0.0  # that a chunk takes beyond its tokens, however few they are
+    report_s: float = 0.05  # between two reports of a rank's load
+    flush_s: float = 0.05  # a publisher gathers cache events for so long
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * self.kv_bytes_per_token
+
+    @property
+    def reported_tokens_per_s(self) -> float:
+        """Return the speed with which whole chunks are computed."""
+        if not self.chunk_step_s:
+            return self.tokens_per_s
+        return self.chunk_tokens / (self.chunk_step_s + self.chunk_tokens / self.tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from itertools import repeat
 from statistics import fmean, median
 
 from services.router.replay.observed import Fleet, Observed
-from services.router.replay.ranks import Timing
+from services.router.replay.setting import Timing
 
 _FEW = 8  # So many requests at least tell a speed.
 _TURNS = 30
