@@ -13,7 +13,8 @@ in how many cells ours leads, ties within 3 % or loses. --quick takes one load o
 Of a trace a page is one block. "ours" (for its pins) and "sticky" are given conversation ids worked out
 from the trace, which has none. "ours-remote" may not compute prompts on decode ranks, as the others cannot.
 "everywhere" is a bound: sessions on ranks that do both, each of which is taken to hold whatever is asked for.
-"ours-alone" lets no rank pull from another; the oracle does not either.
+"ours-alone" lets no rank pull from another; the oracle does not either. Ranks of ours and of the bounds let
+shorter prompts overtake longer ones (--shorter-first of ranks); those of the others do not.
 The 200+800 ranks get 25 copies of the trace at once, for five minutes.
 """
 
@@ -60,7 +61,7 @@ def _contend(arguments: argparse.Namespace) -> None:
     tables: dict[str, list[list[Row]]] = {layout: [] for layout in layouts}
     found: list[dict[str, str]] = []
     wanted: list[Row] = []
-    chosen = cells.cells_of(arguments.workloads, layouts, arguments.quick)
+    chosen = cells.cells_of(arguments.workloads, layouts, arguments.quick, arguments.others_shorter_first)
     for cell, by_policy in cells.run_cells(chosen, policies, arguments.processes):
         rows += by_policy.values()
         compared = verdicts(by_policy, cells.PEER_POLICIES)
@@ -154,6 +155,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     known = dict.fromkeys((*POLICIES, *ONE_PLAN, *cells.CELL_POLICIES, "everywhere"))
     parser.add_argument("--policies", type=_names_of(known), help=", ".join(known))
+    parser.add_argument(
+        "--others-shorter-first",
+        type=float,
+        default=0.0,
+        help="of workloads: what the ranks of other policies do, as ours do by 1; "
+        "default: 0, since vLLM and SGLang compute in the order of arrival",
+    )
     parser.add_argument("--duration-s", type=float, help="replay only the trace's beginning")
     parser.add_argument("--processes", type=int, default=2)
     return parser

@@ -67,6 +67,7 @@ class Fleet:
     workload: str
     layout: str
     seed: int = 1
+    others_shorter_first: float = 0.0  # as Simulation has it
 
     @property
     def setting(self) -> Setting:
@@ -145,7 +146,7 @@ def _durations_s(jobs: Sequence[Job]) -> Iterator[float]:
 def jobs_of(cell: Cell, policy: str) -> list[Job]:
     """Return the requests that count, by number."""
     requests = cell.requests()
-    simulation = Simulation(cell.fleet.setting, policy, requests)
+    simulation = Simulation(cell.fleet.setting, policy, requests, cell.fleet.others_shorter_first)
     simulation.serve()
     first = int(_UNCOUNTED_SHARE * len(requests))
     jobs = (job for job in simulation.jobs if job.request.number >= first)
@@ -169,12 +170,15 @@ def run_cells(
             yield cell, {policy: next(rows) for policy in policies}
 
 
-def cells_of(workloads: Sequence[str], layouts: Sequence[str], quick: bool) -> list[Cell]:
+def cells_of(
+    workloads: Sequence[str], layouts: Sequence[str], quick: bool, others_shorter_first: float = 0.0
+) -> list[Cell]:
     """Return all loads of agents, and of the others those at which placement is hard."""
     cells: list[Cell] = []
     for layout in layouts:
         for workload in workloads:
-            fleet, lengths = Fleet(workload, layout), _QUICK_LENGTHS if quick else _LENGTHS
+            fleet = Fleet(workload, layout, others_shorter_first=others_shorter_first)
+            lengths = _QUICK_LENGTHS if quick else _LENGTHS
             full, few = _OF_AGENTS if workload == "agents" else _OF_OTHERS
             grid = few if quick else full
             cells += [Cell(fleet, arrivals, load, lengths) for arrivals, load in grid]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -30,10 +31,19 @@ ONE_PLAN = ("ours-remote", "ours-local", "oracle-remote")  # where there are pre
 
 
 class Simulation(Replay):
-    """A replay that knows other policies, too."""
+    """A replay that knows other policies, too. `others_shorter_first` is what their ranks do."""
 
-    def __init__(self, setting: Setting, policy: str, requests: Sequence[TraceRequest]) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        policy: str,
+        requests: Sequence[TraceRequest],
+        others_shorter_first: float = 0.0,
+    ) -> None:
         self._outlook = Outlook(lambda: self._events.now)
+        if policy in OTHERS or policy in PEERS:
+            timing = replace(setting.timing, shorter_first=others_shorter_first)
+            setting = replace(setting, timing=timing)
         super().__init__(setting, policy, requests)
 
     def run(self) -> Row:
