@@ -384,10 +384,14 @@ class PrefillMetrics(RequestMetrics):
         )
         self._sent = counter("isthmus_prefill_sent_bytes", "KV bytes written to decode ranks.")
         self._queue = histogram(
-            "isthmus_prefill_queue_seconds", "Request received until its computing begins.", buckets=SECONDS
+            "isthmus_prefill_queue_seconds",
+            "Request received until its prompt's first chunk, without a pull.",
+            buckets=SECONDS,
         )
         self._compute = histogram(
-            "isthmus_prefill_compute_seconds", "Computing begun until the first token.", buckets=SECONDS
+            "isthmus_prefill_compute_seconds",
+            "A prompt's first chunk until the first token.",
+            buckets=SECONDS,
         )
 
     def prefilled(self, result: PrefillResult, exemplar: dict[str, str] | None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -166,13 +167,15 @@ class Pair:
         self, prompt, max_tokens=8, plan=Plan.REMOTE, decode: int = 0, prefill: int = 0, **fields
     ) -> Answer:
         tokens, admitted, finished, told = [], None, None, None
-        request = self.request(prompt, max_tokens, plan, **fields)
+        request, began = self.request(prompt, max_tokens, plan, **fields), time.monotonic()
         async with self.outputs(request, decode, prefill, tokens.append) as outputs:
             async for output in outputs:
                 tokens += output.token_ids
                 assert output.prompt_logprobs is None or output.admitted is not None
                 told = told or output.prompt_logprobs
-                admitted = admitted or output.admitted
+                if output.admitted is not None:
+                    admitted = output.admitted
+                    check_times(admitted, time.monotonic() - began)
                 finished = output.finished
         return Answer(tokens, admitted, finished, told)
 
@@ -184,6 +187,15 @@ class Pair:
                 books += core_of(engine).carried.books()  # where only checkpoints are left
             for of_pool in books:
                 assert of_pool.locked == of_pool.private == of_pool.quarantined == 0, books
+
+
+def check_times(admitted: Admitted, took_s: float) -> None:
+    """No moment is told twice, whatever a request waits for, and somebody has computed."""
+    pull_s = 0.0 if admitted.pulled is None else admitted.pulled.seconds
+    waits = admitted.decode_queue_s, admitted.prefill_queue_s, admitted.transfer_s, pull_s
+    assert min(waits) >= 0 and admitted.prefill_compute_s > 0, admitted
+    assert admitted.constraint_s <= admitted.decode_queue_s
+    assert admitted.rank_s <= took_s, admitted
 
 
 def core_of(engine) -> EngineCore:

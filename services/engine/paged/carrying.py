@@ -56,13 +56,12 @@ class Carrying:
 
     def reserved(self, seq: Sequence, wanted: Wanted | None, fills: bool) -> Reserved:
         """Return what the sequence has, apart from what was stored before."""
-        assert seq.pages is not None and seq.carried is not None and seq.admitted_s is not None
+        assert seq.pages is not None and seq.carried is not None
         page_size = self._cache.page_size
         delta = tuple(seq.pages.pages[seq.stored // page_size : -(-len(seq.ids) // page_size)])
         computes = seq.phase in (Phase.COMPUTING, Phase.FILLING)
         carried = () if computes else self._books.units_of(seq.carried)
-        queue_s = seq.admitted_s - seq.submitted_s
-        return Reserved(seq.stored, delta, queue_s, carried, wanted, fills)
+        return Reserved(seq.stored, delta, carried, wanted, fills)
 
     def pull_up_to(self, seq: Sequence, end: int) -> None:
         """Hold units for the state at `end` instead of those that it holds, which nobody writes."""

@@ -176,6 +176,8 @@ class EngineCore:
         if not batch:
             return admitted or self.retractions > retractions
         began = self._clock()
+        for seq, _ in batch[num_decoding:]:
+            seq.timer.computes(began)
         with self.figures.noting_failures():
             sampled = self.runner.run([chunk for _, chunk in batch])
         prompt_tokens = sum(len(chunk.token_ids) for _, chunk in batch[num_decoding:])
@@ -216,20 +218,19 @@ class EngineCore:
 
     def _wait(self, seq: Sequence) -> None:
         seq.phase, seq.due_tokens = Phase.WAITING, None
+        seq.timer.queues(self._clock())
         self._gate.add(seq)
 
     def _let_in_landed(self) -> bool:
         landed = [seq for seq in self._active if seq.phase is Phase.LANDED]
         if not landed:
             return False
-        let_in = 0
         running = Counter(tenant_of(seq) for seq in self._active if seq.phase in RUNNING)
         for seq in in_turn(landed, running):
             if not (self._slots.one_more_runs(self._active) or self._makes_place(seq)):
                 break
             self._report_first_token(seq)
-            let_in += 1
-        return let_in > 0
+        return any(seq.phase is not Phase.LANDED for seq in landed)
 
     def _makes_place(self, seq: Sequence) -> bool:
         """Send another sequence back so that `seq` can run: it has landed, but another tenant took its slot.
@@ -293,6 +294,7 @@ class EngineCore:
             seq.admitted_s = self._clock() if seq.admitted_s is None else seq.admitted_s
             seq.reused_tokens = seq.computed
             self._reserve(seq, wanted, fills)
+        seq.timer.waits(self._clock())
         seq.started_at = self._shares.had(tenant_of(seq))
         self._charges.let_in(seq)
         self._offer(seq)
@@ -455,8 +457,7 @@ class EngineCore:
             self._emit(seq, sampled.token_id)
             return
         self._in_common.left(seq)
-        compute_s = self._clock() - seq.computing_since_s if first else 0.0
-        token = newest_token(seq, sampled, finished, (drafted, accepted), compute_s)
+        token = newest_token(seq, sampled, finished, (drafted, accepted), self._clock() if first else None)
         self._emit(seq, self.pulls.with_draft(seq, token) if seq.transfer_id is not None else token)
         if finished is not None:
             self._active.remove(seq)

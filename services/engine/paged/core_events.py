@@ -1,12 +1,13 @@
 """The engine core reports these events about its sequences, in order."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from services.values.errors import IsthmusError
 from services.values.kv import PageId
 from services.values.prompt_logprobs import PromptLogprobs
 from services.values.rank import TransferId
-from services.values.request import FinishReason, TokenLogprobs
+from services.values.request import FinishReason, Pulled, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +32,24 @@ class Reserved:
 
     prefix_len: int
     delta_pages: tuple[PageId, ...]
-    queue_s: float
     carried: tuple[tuple[PageId, ...], ...] = ()
     wanted: Wanted | None = None  # It is set where the sequence waits for a source.
     fills: bool = False
+
+
+class PromptTime(NamedTuple):
+    """The time from a sequence's submission to its first token has these parts, in seconds."""
+
+    queued_s: float = 0.0  # It waited for pages or a slot in the batch, again after each retraction.
+    waited_s: float = 0.0  # It had its pages: others were computed first, or a source or a tier wrote.
+    computed_s: float = 0.0  # It counts from the start of the step with the first chunk of the prompt.
+
+    def unpulled_s(self, pulled: Pulled | None) -> float:
+        """Return `waited_s` without the time of the pull, which is told apart."""
+        return self.waited_s if pulled is None else max(0.0, self.waited_s - pulled.seconds)
+
+
+NO_TIME = PromptTime()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,7 @@ class Token:
     drafted: int = 0  # The step verified so many drafts; they are reported with its last token.
     accepted: int = 0  # So many of these drafts are tokens now.
     # Only the first token has the following values.
-    compute_s: float = 0.0  # It is the time from the admission, or the end of the source, to this token.
+    time: PromptTime = NO_TIME
     reused_tokens: int = 0  # Others had computed these, at the admission or since.
     # It is set where the log-probabilities were requested and computed here.
     prompt_logprobs: PromptLogprobs | None = None

@@ -75,7 +75,6 @@ class Pulls:
         self._carried = carried
         self._carrying = carrying
         self._draft = draft
-        self._clock = clock
         self._active = active  # It changes as sequences get pages and end.
         self._hooks = hooks
         self._granted: dict[TransferId, tuple[SequencePages, SequenceCarried]] = {}
@@ -203,7 +202,7 @@ class Pulls:
             self._compute(seq)
 
     def _compute(self, seq: sequence.Sequence) -> None:
-        seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
+        seq.phase = Phase.COMPUTING
         self._hooks.offer(seq)
         self._fill(seq)
 

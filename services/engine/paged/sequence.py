@@ -25,7 +25,7 @@ pages stay until its transfer has ended (`transfer_open`).
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from services.engine.paged.core_events import Token
+from services.engine.paged.core_events import NO_TIME, PromptTime, Token
 from services.engine.paged.fair_share import FairShare
 from services.engine.paged.model_runner import NO_TOKEN, Proposal, Sampled, ScoredPrompt
 from services.grammar.matcher import Matcher
@@ -51,6 +51,41 @@ class Phase(Enum):
 
 RUNNING = (Phase.COMPUTING, Phase.DECODING)  # These are in the batch.
 WITH_SLOT = (*RUNNING, Phase.PULLING, Phase.FILLING)
+
+
+class PromptTimer:
+    """It measures a sequence's PromptTime, whose parts add up:
+
+    queues    submitted, renegotiated, sent back
+    waits     let in, with its pages
+    computes  a step begins with a chunk of its prompt
+    token     the prompt has been computed: nothing counts until it queues again
+    """
+
+    def __init__(self) -> None:
+        self._parts = [0.0] * len(PromptTime._fields)
+        self._part: int | None = None
+        self._since_s = 0.0
+
+    def queues(self, now_s: float) -> None:
+        self._turn(0, now_s)
+
+    def waits(self, now_s: float) -> None:
+        self._turn(1, now_s)
+
+    def computes(self, now_s: float) -> None:
+        self._turn(2, now_s)
+
+    def token(self, now_s: float) -> PromptTime:
+        self._turn(None, now_s)
+        time = PromptTime(*self._parts)
+        self._parts = [0.0] * len(time)
+        return time
+
+    def _turn(self, part: int | None, now_s: float) -> None:
+        if self._part is not None:
+            self._parts[self._part] += now_s - self._since_s
+        self._part, self._since_s = part, now_s
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +119,7 @@ class Sequence:
     transfer_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None
-    began_s: float | None = None  # Its source, or its tier, had finished then.
+    timer: PromptTimer = field(default_factory=PromptTimer)
     # These are estimated at submission, for the load report.
     uncached_tokens: int = 0  # Their K and V are not here.
     uncomputed_tokens: int = 0  # They are to be computed here.
@@ -125,12 +160,6 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.ids) - len(self.request.prompt_ids)
-
-    @property
-    def computing_since_s(self) -> float:
-        since_s = self.began_s or self.admitted_s
-        assert since_s is not None
-        return since_s
 
     @property
     def remaining_tokens(self) -> int:
@@ -208,15 +237,17 @@ def newest_token(
     sampled: Sampled,
     finished: FinishReason | None,
     drafts: tuple[int, int],
-    compute_s: float,
+    first_s: float | None,
 ) -> Token:
     """Return the newest token as an event, with the scores of the prompt's tokens the first time.
 
-    `drafts` counts the drafts that its step (verified, accepted).
+    `drafts` counts the drafts that its step (verified, accepted). `first_s` is the time of a token that
+    follows the prompt, or one that was computed again, and None of others.
     """
+    time = NO_TIME if first_s is None else seq.timer.token(first_s)
     told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
     reused, brought = seq.reused_tokens, seq.brought_tokens
-    return Token(sampled.token_id, sampled.logprobs, finished, *drafts, compute_s, reused, told, brought)
+    return Token(sampled.token_id, sampled.logprobs, finished, *drafts, time, reused, told, brought)
 
 
 def finish_reason(seq: Sequence, max_context_tokens: int) -> FinishReason | None:

@@ -122,4 +122,4 @@ class TakeOvers:
         assert seq.pages is not None and seq.carried is not None
         delta: Sequence[PageId] = seq.pages.pages[prefix_pages:]
         carried = self._carried.units_of(seq.carried)
-        return Reserved(seq.pages.prefix_len, tuple(delta), 0.0, carried, wanted)
+        return Reserved(seq.pages.prefix_len, tuple(delta), carried, wanted)

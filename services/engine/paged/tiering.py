@@ -352,7 +352,7 @@ class Tiering:
         was_filling = seq.phase is Phase.FILLING
         is_whole = self._take_read(fill)
         if was_filling:
-            seq.phase, seq.began_s = Phase.COMPUTING, self._clock()
+            seq.phase = Phase.COMPUTING
         self._hooks.publish(seq)
         if fill.found.parts and is_whole:
             self._hooks.carrying.go_on(seq, self._hooks.active)

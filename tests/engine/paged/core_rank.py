@@ -5,7 +5,16 @@ from dataclasses import replace
 from services.engine.fake import VOCAB_SIZE, FakeModel, FakeRunner, continuation
 from services.engine.paged.admitting import Limits
 from services.engine.paged.core import EngineCore
-from services.engine.paged.core_events import Carried, Failed, Offered, Reserved, Token, Wanted
+from services.engine.paged.core_events import (
+    NO_TIME,
+    Carried,
+    Failed,
+    Offered,
+    PromptTime,
+    Reserved,
+    Token,
+    Wanted,
+)
 from services.engine.paged.model_runner import Proposal, Sampled, scores_of
 from services.engine.paged.sequence import Sequence
 from services.engine.paged.take_overs import Declined
@@ -33,6 +42,7 @@ class CountingRunner:
         return getattr(self._rank.runner, name)
 
     def run(self, chunks):
+        self._rank.now += self._rank.step_s
         if self._rank.runner_fails:
             self._rank.runner.run(chunks[: len(chunks) // 2])
             raise RuntimeError("the runner has failed")
@@ -66,6 +76,7 @@ class Rank:
     ):
         """The pools of what is carried have room for so many sequences that receive."""
         self.now = 0.0
+        self.step_s = 0.0  # that a batch takes
         self.computed_tokens = 0
         self.runner_fails = False
         self.groups = carried
@@ -98,6 +109,7 @@ class Rank:
         self.core = EngineCore(CountingRunner(self), prefix_cache, limits, self._clock, books, drafting)
         self.carried: dict[Sequence, Carried] = {}
         self.tokens: dict[Sequence, list[int]] = {}
+        self.times: dict[Sequence, list[PromptTime]] = {}  # of each time that its prompt was computed
         self.told: dict[Sequence, PromptLogprobs] = {}
         self.finished: dict[Sequence, FinishReason] = {}
         self.failed: dict[Sequence, str] = {}
@@ -153,6 +165,7 @@ class Rank:
                 case Token():
                     assert seq not in self.finished
                     assert event.prompt_logprobs is None or seq not in self.tokens
+                    self.note_time(seq, event.time)
                     if event.prompt_logprobs is not None:
                         self.told[seq] = event.prompt_logprobs
                     self.tokens.setdefault(seq, []).append(event.token_id)
@@ -162,6 +175,13 @@ class Rank:
                     assert seq not in self.finished
                     self.tokens[seq].append(event)
         self.core.check()
+
+    def note_time(self, seq, time) -> None:
+        if time == NO_TIME:
+            return
+        times = self.times.setdefault(seq, [])
+        times.append(time)
+        assert min(time) >= 0 and sum(map(sum, times)) <= self.now - seq.submitted_s + 1e-9
 
     def land(self, *seqs) -> None:
         """A prefill rank has written what they receive."""

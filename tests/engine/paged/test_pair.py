@@ -173,6 +173,18 @@ async def test_no_moment_until_the_first_token_is_told_twice(subtests):
                 assert admitted.prefill_compute_s >= 0.05
                 assert admitted.rank_s <= took_s
 
+    for plan in Plan:
+        with subtests.test("who waits for others' prompts has not begun to compute", plan=plan):
+            async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+                rank = pair.prefill if plan is Plan.REMOTE else pair.decode
+                of_ten_chunks = asyncio.create_task(pair.generate(range(80), 1, plan))
+                while not rank.load().pending_tokens:
+                    await asyncio.sleep(0.001)
+                short = (await pair.generate(range(100, 108), 1, plan)).admitted
+                long = (await of_ten_chunks).admitted
+                assert short.prefill_queue_s >= 0.05
+                assert short.prefill_compute_s < long.prefill_compute_s
+
 
 @pytest.mark.long
 async def test_prefill_legs_that_are_cut_off(subtests):

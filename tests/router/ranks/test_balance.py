@@ -340,6 +340,8 @@ def test_a_rank_is_as_fast_as_its_requests_were(subtests):
     with subtests.test("who waited for pages or a source tells nothing of computing"):
         assert rate_after(20, 2_000.0, decode_queue_s=0.9) == 2_000.0
         assert rate_after(20, 2_000.0, pulled=Pulled(512, 1 << 20, 0.9)) == 2_000.0
+    with subtests.test("who waited for other prompts tells of both"):
+        assert rate_after(20, 2_000.0, prefill_queue_s=0.9, prefill_compute_s=0.1) == rate_after(20, 2_000.0)
     with subtests.test("what a rank held beyond what was known makes it no faster"):
         clock, balance = known()
         for _ in range(20):

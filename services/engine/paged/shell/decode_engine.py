@@ -46,7 +46,7 @@ class _Received:
     layout: KvLayout  # It has what both ranks have.
     group_bytes: tuple[int, ...]
     digested_pages: int
-    link_s: float  # It is the time until the handshake with the rank was complete.
+    queue_s: float  # It is the time until it had its pages, and the handshake with the rank was complete.
     transfer_s: float
 
 
@@ -78,14 +78,11 @@ class PagedDecodeEngine(TransferringEngine):
             self.submit(seq)
             try:
                 reserved = await _next(mailbox, Reserved)
-                # Events come at the end of a step, so a first chunk of the prompt may be computed by now.
-                queue_s, received = constraint_s + reserved.queue_s, None
-                pulled = await self.pull(seq, mailbox, reserved)
+                pulled, received = await self.pull(seq, mailbox, reserved), None
                 if remote_prefill is not None:
-                    queue_s = time.monotonic() - asked
-                    received = await self._receive(seq, mailbox, reserved, remote_prefill)
+                    received = await self._receive(seq, mailbox, reserved, remote_prefill, asked)
                 token = await _next(mailbox, Token)
-                admitted = self._admitted(seq, pulled, queue_s, constraint_s, received, token)
+                admitted = self._admitted(seq, pulled, constraint_s, received, token)
                 told = token.prompt_logprobs if received is None else received.prefill.prompt_logprobs
                 yield _output([token], admitted, told)
                 mailbox.tell = tell
@@ -97,16 +94,21 @@ class PagedDecodeEngine(TransferringEngine):
                 self.post(lambda core: core.cancel(seq))  # This has no effect on a sequence that has ended.
 
     async def _receive(
-        self, seq: Sequence, mailbox: Mailbox, reserved: Reserved, remote_prefill: RemotePrefill
+        self,
+        seq: Sequence,
+        mailbox: Mailbox,
+        reserved: Reserved,
+        remote_prefill: RemotePrefill,
+        asked: float,
     ) -> _Received:
         """Have the delta computed elsewhere and written into our pages, but for what a tier fills meanwhile.
+        The request came at `asked`.
 
         Raises:
             PeerFailed, NoCapacity: the prefill leg failed, or other bytes landed than prefill wrote; the
                 pages are given back, or are in quarantine until the writer has stopped.
             Unavailable: the rank is stopping; the same happens to the pages.
         """
-        reserved_at = time.monotonic()
         peer = remote_prefill.peer
         link = await self._link_to(peer)
         transfer_id = TransferId(secrets.randbits(64))
@@ -132,8 +134,7 @@ class PagedDecodeEngine(TransferringEngine):
         waited_s = time.monotonic() - began
         pull_s = prefill.pulled.seconds if prefill.pulled is not None else 0.0
         transfer_s = max(0.0, waited_s - prefill.queue_s - pull_s - prefill.compute_s)
-        link_s = began - reserved_at
-        return _Received(prefill, link.layout, landed.group_bytes, digested_pages, link_s, transfer_s)
+        return _Received(prefill, link.layout, landed.group_bytes, digested_pages, began - asked, transfer_s)
 
     async def _link_to(self, peer: RankAddress) -> SenderLink:
         assert self._links is not None
@@ -146,7 +147,6 @@ class PagedDecodeEngine(TransferringEngine):
         self,
         seq: Sequence,
         pulled: Pulled | None,
-        queue_s: float,
         constraint_s: float,
         received: _Received | None,
         first: Token,
@@ -167,9 +167,9 @@ class PagedDecodeEngine(TransferringEngine):
             kv_bytes_moved=sum(moved),
             kv_bytes_prompt=sum(moved_bytes(0, prompt_tokens, layout)),
             carried_bytes=carried_by_kind(layout, moved),
-            decode_queue_s=queue_s + (received.link_s if received is not None else 0.0),
-            prefill_queue_s=prefill.queue_s if prefill is not None else 0.0,
-            prefill_compute_s=prefill.compute_s if prefill is not None else first.compute_s,
+            decode_queue_s=constraint_s + first.time.queued_s if received is None else received.queue_s,
+            prefill_queue_s=prefill.queue_s if prefill is not None else first.time.unpulled_s(pulled),
+            prefill_compute_s=prefill.compute_s if prefill is not None else first.time.computed_s,
             transfer_s=received.transfer_s if received is not None else 0.0,
             plan=Plan.LOCAL if received is None else Plan.REMOTE,
             digested_pages=received.digested_pages if received is not None else 0,

@@ -35,7 +35,7 @@ class PagedPrefillEngine(TransferringEngine):
             ended, computed = self._open_transfer(seq, rendezvous), _Computed(partial(self.pull, seq))
             self.submit(seq)
             try:
-                (reserved, pulled, token), end = await both(
+                (pulled, token), end = await both(
                     computed.wait(), _transfer_end(ended), computed.attend(mailbox)
                 )
             except IsthmusError as error:
@@ -53,8 +53,8 @@ class PagedPrefillEngine(TransferringEngine):
             prefill_prefix_len=token.reused_tokens,
             computed_tokens=len(request.all_ids) - token.reused_tokens,
             kv_bytes_moved=end.bytes_moved,
-            queue_s=reserved.queue_s,
-            compute_s=token.compute_s,
+            queue_s=token.time.queued_s + token.time.unpulled_s(pulled),
+            compute_s=token.time.computed_s,
             prompt_logprobs=token.prompt_logprobs,
             pulled=pulled,
             brought_tokens=token.brought_tokens,
@@ -88,9 +88,9 @@ class PagedPrefillEngine(TransferringEngine):
 class _Computed:
     def __init__(self, pull: Callable[[Mailbox, Reserved], Awaitable[Pulled | None]]) -> None:
         self._pull = pull
-        self._said: asyncio.Queue[tuple[Reserved, Pulled | None, Token]] = asyncio.Queue()
+        self._said: asyncio.Queue[tuple[Pulled | None, Token]] = asyncio.Queue()
 
-    async def wait(self) -> tuple[Reserved, Pulled | None, Token]:
+    async def wait(self) -> tuple[Pulled | None, Token]:
         return await self._said.get()
 
     async def attend(self, mailbox: Mailbox) -> None:
@@ -103,7 +103,7 @@ class _Computed:
         token = await mailbox.get()
         if not isinstance(token, Token):
             raise ProtocolError(f"expected Token, got {token!r}")
-        self._said.put_nowait((reserved, pulled, token))
+        self._said.put_nowait((pulled, token))
         raise ProtocolError(f"{await mailbox.get()!r} came after the only token")
 
 

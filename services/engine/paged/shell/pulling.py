@@ -158,7 +158,6 @@ class _Pull:
             self._fail(PullEvent.REFUSED, "gone", str(error))
         else:
             await self._fill(grant)
-        self.told = replace(self.told, seconds=time.monotonic() - self._began)
 
     async def _ask(self) -> PullGrant:
         self._link = link = await self._links.link(self._source.rank)
@@ -228,6 +227,8 @@ class _Pull:
         self.step(event)
 
     def step(self, event: PullEvent) -> None:
+        # The sequence may compute as soon as the effects are posted, and that is no time of the pull.
+        self.told = replace(self.told, seconds=time.monotonic() - self._began)
         self._state, effects = step_pull(self._state, event)
         for effect in effects:
             self._perform(effect)
