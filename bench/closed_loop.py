@@ -89,8 +89,7 @@ def requests(seed: int = 1) -> list[TraceRequest]:
 
 
 def observed(job: Job, now: float) -> Observed:
-    """Return a request as a router would have recorded it by now. Ranks have pages enough, and count what a
-    prompt waits for others as its computation."""
+    """Return a request as a router would have recorded it by now."""
     request, is_remote = job.request, job.prefill is not None
     blocks, conversation = sequence_hashes(request.blocks, 1, _SEED), 1 + int(request.session[1:])
     if not job.first_token_s:
@@ -108,8 +107,8 @@ def observed(job: Job, now: float) -> Observed:
         job.delta_tokens,
         ttft_s,
         ended_s - request.arrival_s,
-        0.0,
-        ttft_s - job.transfer_s - 0.003,
+        job.decode_queue_s + job.prefill_queue_s,
+        job.computed_s - job.began_s,
         job.transfer_s,
         is_remote,
         bool(job.ended_s),

@@ -69,6 +69,13 @@ def test_simulations(subtests, trace):
                     >= job.computed_tokens / computing.timing.tokens_per_s
                 )
                 assert job.ended_s >= job.first_token_s
+                pulled_s = 0.0 if job.pulled is None else job.pulled.seconds
+                waited = job.decode_queue_s, job.prefill_queue_s, pulled_s, job.transfer_s
+                hops_s = (1 if job.prefill is None else 3) * job.decode.timing.hop_s
+                told_s = sum(waited) + job.computed_s - job.began_s + hops_s
+                # Its times are told as a rank tells them, and no moment is missing.
+                assert min(waited) >= 0
+                assert job.first_token_s - job.request.arrival_s == pytest.approx(told_s, abs=1e-6)
             assert (row["local_share"] == 0) == (
                 prefill > 0 and policy not in ("ours", "ours-alone", "oracle")
             )

@@ -218,7 +218,6 @@ class EngineCore:
 
     def _wait(self, seq: Sequence) -> None:
         seq.phase, seq.due_tokens = Phase.WAITING, None
-        seq.timer.queues(self._clock())
         self._gate.add(seq)
 
     def _let_in_landed(self) -> bool:
@@ -294,7 +293,6 @@ class EngineCore:
             seq.admitted_s = self._clock() if seq.admitted_s is None else seq.admitted_s
             seq.reused_tokens = seq.computed
             self._reserve(seq, wanted, fills)
-        seq.timer.waits(self._clock())
         seq.started_at = self._shares.had(tenant_of(seq))
         self._charges.let_in(seq)
         self._offer(seq)

@@ -105,7 +105,9 @@ class Gate:
         self._queue.add(seq)
         if seq.admitted_s is not None:
             self._rate.came_back()
-        self._rate.waits(self._clock())
+        now_s = self._clock()
+        self._rate.waits(now_s)
+        seq.timer.queues(now_s)
         self._news += 1
 
     def remove(self, seq: Sequence) -> None:
@@ -229,8 +231,10 @@ class Gate:
         if seq.lookup.cached_pages > seq.lookup.locked_pages:
             self._news += 1  # Sequences that share this prefix now find it locked.
         self._order(active)
-        self.overtakes += self._queue.take(seq, self._clock())
-        self._rate.taken(self._clock())
+        now_s = self._clock()
+        self.overtakes += self._queue.take(seq, now_s)
+        self._rate.taken(now_s)
+        seq.timer.waits(now_s)
         self._note_if_empty()
         return True
 

@@ -37,8 +37,8 @@ class Observed:
     moved_tokens: int  # Their KV was moved to the decode rank.
     ttft_s: float
     duration_s: float
-    queue_s: float  # It waited so long for pages.
-    compute_s: float  # It may have waited for others' prompts in this time.
+    queue_s: float  # It waited so long for pages, and for others' prompts.
+    compute_s: float  # Others' chunks may have been computed between its own.
     transfer_s: float
     is_remote: bool
     is_over: bool

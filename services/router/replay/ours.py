@@ -212,7 +212,7 @@ def _admitted(job: Job, plan: Plan) -> Admitted:
         kv_bytes_moved=job.delta_tokens * timing.kv_bytes_per_token + carried_bytes,
         kv_bytes_prompt=tokens * timing.kv_bytes_per_token + carried_bytes,
         carried_bytes={GroupKind.RECURRENT.value: carried_bytes} if carried_bytes else {},
-        decode_queue_s=0.0,
+        decode_queue_s=job.decode_queue_s,
         prefill_queue_s=job.prefill_queue_s,
         prefill_compute_s=job.computed_s - job.began_s,
         transfer_s=job.transfer_s,

@@ -9,7 +9,7 @@ count as free.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from services.kv.prefix_cache import SequencePages
@@ -98,8 +98,7 @@ class SimulatedPulls:
         if landed_s > late_s:
             events.at(late_s, self._ended, pull, Pulled(refused="late", held_tokens=answer.held_tokens))
         else:
-            seconds = landed_s - pull.began_s
-            landed = Pulled(tokens, num_bytes, seconds, held_tokens=answer.held_tokens)
+            landed = Pulled(tokens, num_bytes, held_tokens=answer.held_tokens)
             events.at(landed_s, self._ended, pull, landed)
 
     def _limit_s(self, pull: _Pull) -> float:
@@ -111,7 +110,8 @@ class SimulatedPulls:
         has = pull.end if pulled.tokens else pull.have
         if pulled.tokens:
             rank.cache.publish(pull.pages, job.request.blocks[:has])
-        job.pulled, job.pulled_blocks = pulled, has - pull.have
+        job.pulled = replace(pulled, seconds=rank.events.now - pull.began_s)
+        job.pulled_blocks = has - pull.have
         del self._under_way[job]
         if pull.grant is not None:
             pull.source.pulls.end_grant(pull.grant)

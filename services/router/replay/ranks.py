@@ -57,8 +57,9 @@ class Job:
     computed_tokens: int = 0
     delta_tokens: int = 0
     queued_s: float = 0.0
-    prefill_queue_s: float = 0.0
-    began_s: float = 0.0  # the computation
+    decode_queue_s: float = 0.0  # until it had the pages to receive into
+    prefill_queue_s: float = 0.0  # until its first chunk, but for the pull
+    began_s: float = 0.0  # that chunk
     computed_s: float = 0.0
     transfer_s: float = 0.0
     first_token_s: float = 0.0
@@ -219,6 +220,8 @@ class Rank(ABC):
         self._queued_tokens -= job.pending_tokens
         self._common_tokens -= job.common_tokens
         job.began_s = self.events.now
+        pulled_s = 0.0 if job.pulled is None else job.pulled.seconds
+        job.prefill_queue_s = max(0.0, job.began_s - job.queued_s - pulled_s)
         pages, num_blocks = self._pages[job], len(job.request.blocks)
         job.resumed_blocks = self.resuming.begin(pages, num_blocks) + job.brought_blocks
         if job.source is not None:  # More of it may be here now than when it got its pages.
@@ -337,12 +340,6 @@ class PrefillRank(Rank):
     def _num_pages(self, job: Job) -> int:
         return job.request.num_pages(self.block_tokens)
 
-    def _open(self, job: Job, max_blocks: int | None = None) -> bool:
-        if not super()._open(job, max_blocks):
-            return False
-        job.prefill_queue_s = self.events.now - job.queued_s
-        return True
-
     def _computed(self, job: Job) -> None:
         """Chunks went out as they were final; the last one goes now."""
         timing = self.timing
@@ -395,6 +392,7 @@ class DecodeRank(Rank):
             assert job.prefill is not None
             found = job.request.found_tokens(job.decode_blocks, self.block_tokens)
             job.delta_tokens = max(0, job.request.prompt_tokens - found)
+            job.decode_queue_s = self.events.now - job.queued_s
             self.events.after(self.timing.hop_s, job.prefill.submit, job)
 
     def _open(self, job: Job, max_blocks: int | None = None) -> bool:

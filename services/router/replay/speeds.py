@@ -20,7 +20,7 @@ _FEW = 8  # So many requests at least tell a speed.
 _TURNS = 30
 _EXACT = 0.01  # A smaller relative error counts as this.
 _ALONE = 0.1  # A prompt was computed alone if others were for no more than this part of its time.
-_FAST = 0.1  # So many of those that were not are taken to have waited for none.
+_FAST = 0.1  # So many of those that were not are taken to have had no chunks of others between theirs.
 _HOP_S = 0.0005
 _PRIOR_TOKENS_PER_S, _PRIOR_STEP_S, _PRIOR_BYTES_PER_S = 10_000.0, 0.02, 1e9
 
@@ -73,9 +73,9 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
 
 
 class _Beside:
-    """A rank computes one prompt after the other, and counts what one waits for others with its pages as its
-    computation. Which rank computed one is not known, but that it cannot have waited longer than others were
-    computed at the same time."""
+    """A rank may compute others' chunks between a prompt's own, and the prompt's time has them in it. Which
+    rank computed one is not known, but that others cannot have taken longer than they were computed at the
+    same time."""
 
     def __init__(self, requests: Sequence[Observed], others: float) -> None:
         self._overlap = _Overlap(map(_computing, requests))
@@ -86,7 +86,7 @@ class _Beside:
 
 
 def _beyond_s(seen: Observed, timing: Timing, beside: _Beside) -> float:
-    """A replay has waits of its own, so that what it may have waited for others is left out."""
+    """A replay has waits of its own, so that what others may have taken of its time is left out."""
     if not seen.ttft_s:  # It has no token yet.
         return 0.0
     chunks, hops = -(-seen.computed_tokens // timing.chunk_tokens), 3 if seen.is_remote else 1

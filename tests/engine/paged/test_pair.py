@@ -17,10 +17,11 @@ from services.engine.fake import FakeRunner, continuation
 from services.net import servers
 from services.prefill.prefill_service import PrefillService
 from services.rank.rank_metrics import PrefillMetrics
+from services.router.ranks.learned import Speeds
 from services.transfer.local import LocalTransport
 from services.transfer.sending.transfers import TransferTable
 from services.values.errors import Aborted, InvalidRequest, NoCapacity, PeerFailed, Unavailable
-from services.values.rank import Plan, RankAddress, RankId
+from services.values.rank import Plan, RankAddress, RankId, RankKey
 from services.values.request import FinishReason
 from services.wire import convert_request
 from services.wire.isthmus.v1 import prefill_pb2, prefill_pb2_grpc
@@ -175,7 +176,7 @@ async def test_no_moment_until_the_first_token_is_told_twice(subtests):
 
     for plan in Plan:
         with subtests.test("who waits for others' prompts has not begun to compute", plan=plan):
-            async with Pair(replace(FAKE, fake_step_s=0.05)) as pair:
+            async with Pair(replace(FAKE, fake_step_s=0.05, shorter_first=0.0)) as pair:
                 rank = pair.prefill if plan is Plan.REMOTE else pair.decode
                 of_ten_chunks = asyncio.create_task(pair.generate(range(80), 1, plan))
                 while not rank.load().pending_tokens:
@@ -184,6 +185,21 @@ async def test_no_moment_until_the_first_token_is_told_twice(subtests):
                 long = (await of_ten_chunks).admitted
                 assert short.prefill_queue_s >= 0.05
                 assert short.prefill_compute_s < long.prefill_compute_s
+
+
+async def test_prompts_that_come_at_once_tell_how_fast_their_rank_is(subtests):
+    settings = replace(FAKE, kv_pages=512, fake_prompt_token_s=5e-4, chunk_size=32)
+    for plan in Plan:
+        with subtests.test(plan=plan):
+            async with Pair(settings) as pair:
+                prompts = [[number, *range(63)] for number in range(8)]
+                answers = await asyncio.gather(*(pair.generate(prompt, 1, plan) for prompt in prompts))
+                speeds, rank = Speeds(10_000.0, 1e9, settings.chunk_size), RankKey("rank", 0)
+                for answer in answers:
+                    speeds.learn_rate(rank, answer.admitted, now=0.0)
+                computing = pair.prefill if plan is Plan.REMOTE else pair.decode
+                # With what a prompt waited for the seven others it was less than half of that.
+                assert speeds.rate(rank, now=0.0) > 0.7 * computing.load().prefill_tokens_per_s
 
 
 @pytest.mark.long

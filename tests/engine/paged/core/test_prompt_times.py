@@ -1,6 +1,7 @@
 """A sequence's first token tells what its time went into: queued, waiting with its pages, or computing.
 
-A step takes a second, and each look at the clock a millisecond.
+A step takes a second, and each look at the clock a millisecond. But for one test, prompts are computed in the
+order of arrival.
 """
 
 import pytest
@@ -13,7 +14,7 @@ from services.values.request import Pulled
 
 
 def slow(rank=None, **settings):
-    rank = rank or Rank(**{"num_pages": 64, **settings})
+    rank = rank or Rank(**{"num_pages": 64, "shorter_first": 0.0, **settings})
     rank.step_s = 1.0
     return rank
 
@@ -39,6 +40,14 @@ def test_others_prompts_are_waited_for_and_are_no_computing(subtests):
         first, second = rank.submit(range(20)), rank.submit(range(100, 110))
         rank.run([first, second])  # Four tokens of the second are in the third step.
         assert time_of(rank, first) == about(0, 0, 3) and time_of(rank, second) == about(0, 2, 2)
+
+    with subtests.test("who is overtaken computes from its first chunk on, and who overtakes waits less"):
+        rank = slow(chunk_size=8, shorter_first=1.0)
+        long = rank.submit(range(24))
+        rank.step()
+        short = rank.submit(range(100, 108))
+        rank.run([long, short])
+        assert time_of(rank, long) == about(0, 0, 4) and time_of(rank, short) == about(0, 0, 1)
 
     with subtests.test("pages are waited for apart"):
         rank = slow(num_pages=8)
