@@ -315,6 +315,7 @@ class PrefillResult:
     pulled: Pulled | None = None
     brought_tokens: int = 0
     draft_tokens: int | None = None
+    rank_tokens: int | None = None  # This is as that of Admitted.
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +341,9 @@ class Admitted:
     constraint_s: float = 0.0
     pulled: Pulled | None = None  # This is the pull of the rank that computed; pulled tokens count as reused.
     brought_tokens: int = 0  # It brought these up from its tiers; they count as reused, too.
+    # The rank that computed it computed so many tokens of all prompts from when it got this one to its first
+    # token; None means that it does not count them.
+    rank_tokens: int | None = None
 
     @property
     def reused_tokens(self) -> int:

@@ -38,7 +38,6 @@ from services.engine.paged.tiering import FillHooks, Tiering
 from services.engine.paged.waiting_queue import ChunkTurns, gives_way, in_turn, retraction_victim, tenant_of
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import Hold, PrefixCache
-from services.values.errors import IsthmusError
 from services.values.kv import CacheEvents, PageBooks
 from services.values.rank_reports import RankLoad
 
@@ -218,6 +217,7 @@ class EngineCore:
 
     def _wait(self, seq: Sequence) -> None:
         seq.phase, seq.due_tokens = Phase.WAITING, None
+        seq.timer.counts_from(self.figures.prompt_tokens)
         self._gate.add(seq)
 
     def _let_in_landed(self) -> bool:
@@ -443,7 +443,8 @@ class EngineCore:
 
     def _append(self, seq: Sequence, sampled: Sampled, drafted: int = 0, accepted: int = 0) -> None:
         if (refused := follow_choice(seq, sampled.token_id)) is not None:
-            self._fail(seq, refused)
+            self._finish(seq)
+            self._emit(seq, Failed(refused))
             return
         first = seq.phase is not Phase.DECODING
         seq.ids.append(sampled.token_id)
@@ -455,18 +456,16 @@ class EngineCore:
             self._emit(seq, sampled.token_id)
             return
         self._in_common.left(seq)
-        token = newest_token(seq, sampled, finished, (drafted, accepted), self._clock() if first else None)
+        times = (self._clock(), self.figures.prompt_tokens) if first else None
+        token = newest_token(seq, sampled, finished, (drafted, accepted), times)
         self._emit(seq, self.pulls.with_draft(seq, token) if seq.transfer_id is not None else token)
         if finished is not None:
-            self._active.remove(seq)
-            self._gate.note_end(seq)
-            self._end(seq)
+            self._finish(seq)
 
-    def _fail(self, seq: Sequence, error: IsthmusError) -> None:
+    def _finish(self, seq: Sequence) -> None:
         self._active.remove(seq)
         self._gate.note_end(seq)
         self._end(seq)
-        self._emit(seq, Failed(error))
 
     def _end(self, seq: Sequence, *, quarantine: bool = False) -> None:
         seq.phase, seq.proposal = Phase.ENDED, None

@@ -38,11 +38,12 @@ class Reserved:
 
 
 class PromptTime(NamedTuple):
-    """The time from a sequence's submission to its first token has these parts, in seconds."""
+    """The time from a sequence's submission to its first token has three parts, in seconds."""
 
     queued_s: float = 0.0  # It waited for pages or a slot in the batch, again after each retraction.
     waited_s: float = 0.0  # It had its pages: others were computed first, or a source or a tier wrote.
     computed_s: float = 0.0  # It counts from the start of the step with the first chunk of the prompt.
+    rank_tokens: int = 0  # The rank computed so many prompt tokens in all this time, of all sequences.
 
     def unpulled_s(self, pulled: Pulled | None) -> float:
         """Return `waited_s` without the time of the pull, which is told apart."""

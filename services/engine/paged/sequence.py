@@ -63,9 +63,15 @@ class PromptTimer:
     """
 
     def __init__(self) -> None:
-        self._parts = [0.0] * len(PromptTime._fields)
+        self._parts = [0.0] * 3
         self._part: int | None = None
         self._since_s = 0.0
+        self._before: int | None = None  # The rank had computed so many prompt tokens when this began.
+
+    def counts_from(self, rank_tokens: int) -> None:
+        """Note what the rank has computed of all prompts since its start, when this one comes."""
+        if self._before is None:
+            self._before = rank_tokens
 
     def queues(self, now_s: float) -> None:
         self._turn(0, now_s)
@@ -76,10 +82,12 @@ class PromptTimer:
     def computes(self, now_s: float) -> None:
         self._turn(2, now_s)
 
-    def token(self, now_s: float) -> PromptTime:
+    def token(self, now_s: float, rank_tokens: int) -> PromptTime:
         self._turn(None, now_s)
-        time = PromptTime(*self._parts)
-        self._parts = [0.0] * len(time)
+        assert self._before is not None
+        queued_s, waited_s, computed_s = self._parts
+        time = PromptTime(queued_s, waited_s, computed_s, rank_tokens - self._before)
+        self._parts, self._before = [0.0] * 3, None
         return time
 
     def _turn(self, part: int | None, now_s: float) -> None:
@@ -237,14 +245,14 @@ def newest_token(
     sampled: Sampled,
     finished: FinishReason | None,
     drafts: tuple[int, int],
-    first_s: float | None,
+    first: tuple[float, int] | None,
 ) -> Token:
     """Return the newest token as an event, with the scores of the prompt's tokens the first time.
 
-    `drafts` counts the drafts that its step (verified, accepted). `first_s` is the time of a token that
-    follows the prompt, or one that was computed again, and None of others.
+    `drafts` counts the drafts that its step (verified, accepted). `first` is for a token that
+    follows the prompt, or one that was computed again: when that is, and what the rank has computed by then.
     """
-    time = NO_TIME if first_s is None else seq.timer.token(first_s)
+    time = NO_TIME if first is None else seq.timer.token(*first)
     told, seq.scores = None if seq.scores is None else seq.scores.whole(), None
     reused, brought = seq.reused_tokens, seq.brought_tokens
     return Token(sampled.token_id, sampled.logprobs, finished, *drafts, time, reused, told, brought)

@@ -114,11 +114,17 @@ class Balance:
         known = None if flight is None else self._ranks.get(flight.computing)
         if flight is None or known is None or request_id not in known.computing:
             return
-        took_s = self.clock() - flight.sent_s - admitted.transfer_s
-        waited_s = admitted.decode_queue_s + (0.0 if admitted.pulled is None else admitted.pulled.seconds)
-        if known.told_tokens_per_s > 0 and waited_s <= _LEAST_WAITED * took_s and not admitted.brought_tokens:
+        waited_s = 0.0 if admitted.pulled is None else admitted.pulled.seconds
+        if (tokens := admitted.rank_tokens) is not None:
+            room_s = admitted.decode_queue_s - admitted.constraint_s if admitted.plan is Plan.LOCAL else 0.0
+            waited_s += room_s
+            took_s = room_s + admitted.prefill_queue_s + admitted.prefill_compute_s
+        else:
+            waited_s += admitted.decode_queue_s
+            took_s = self.clock() - flight.sent_s - admitted.transfer_s
             # It may have found more there than was known, or less.
             tokens = flight.until_its_end - flight.uncached_tokens + admitted.computed_tokens
+        if known.told_tokens_per_s > 0 and waited_s <= _LEAST_WAITED * took_s and not admitted.brought_tokens:
             expected_s = tokens / known.told_tokens_per_s
             self.pace.observe(flight.computing, expected_s, took_s, self.clock())
 

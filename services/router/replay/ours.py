@@ -219,4 +219,5 @@ def _admitted(job: Job, plan: Plan) -> Admitted:
         plan=plan,
         brought_tokens=job.brought_blocks * block_tokens,
         pulled=job.pulled,
+        rank_tokens=job.rank_tokens,
     )

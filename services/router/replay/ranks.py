@@ -44,6 +44,7 @@ class Job:
     on_end: "Callable[[Job], None]"
     pending_tokens: int = 0  # as the rank counts them
     due_tokens: float = 0.0
+    rank_tokens: int = 0  # as Admitted has them
     done_tokens: int = -1  # those computed, and those found; -1 before it begins
     common_tokens: int = 0  # of these, that prompts before it bring
     decode_blocks: int = 0  # matched
@@ -102,7 +103,7 @@ class Rank(ABC):
         self.publish_below: Callable[[Rank, CacheEvents], None] = _nobody
         self._queue: deque[Job] = deque()
         self._ready: list[Job] = []  # Their tier has been read, a pull is over, or they were overtaken.
-        self._came_tokens = self._queued_tokens = self._common_tokens = 0
+        self._came_tokens = self._queued_tokens = self._common_tokens = self._computed_tokens = 0
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
         self._chunk_tokens = 0
@@ -128,8 +129,12 @@ class Rank(ABC):
         """Return those of the prompt being computed that are left, to the token."""
         if self._current is None:
             return 0
+        return self._current.left_tokens - self._exact_chunk_tokens
+
+    @property
+    def _exact_chunk_tokens(self) -> int:
         done = (self.events.now - self._chunk_began_s) * self.timing.tokens_per_s
-        return self._current.left_tokens - int(min(done, self._chunk_tokens))
+        return int(min(done, self._chunk_tokens)) if self._current is not None else 0
 
     def matched_tokens(self, request: TraceRequest) -> int:
         return self.cache.match_len(request.blocks, "") * self.block_tokens
@@ -143,6 +148,7 @@ class Rank(ABC):
 
     def _submit(self, job: Job) -> None:
         job.queued_s = self.events.now
+        job.rank_tokens = -self._computed_tokens - self._exact_chunk_tokens
         pulled_tokens = job.source_blocks * self.timing.block_tokens
         job.pending_tokens = job.request.prompt_tokens - max(self.reused_tokens(job.request), pulled_tokens)
         before = (*self._queue, *self._ready, *([self._current] if self._current else ()))
@@ -255,6 +261,7 @@ class Rank(ABC):
         job, self._current = self._current, None
         assert job is not None
         job.done_tokens += self._chunk_tokens
+        self._computed_tokens += self._chunk_tokens
         whole = not job.left_tokens
         num_blocks = len(job.request.blocks) if whole else job.done_tokens // self.block_tokens
         pages = self._pages[job]
@@ -266,6 +273,7 @@ class Rank(ABC):
         self.changed()
         if whole:
             job.computed_s = self.events.now
+            job.rank_tokens += self._computed_tokens
             self._computed(job)
         else:
             self._ready.append(job)

@@ -181,7 +181,9 @@ class Rank:
             return
         times = self.times.setdefault(seq, [])
         times.append(time)
-        assert min(time) >= 0 and sum(map(sum, times)) <= self.now - seq.submitted_s + 1e-9
+        told_s = sum(sum(each[:3]) for each in times)
+        assert min(time) >= 0 and told_s <= self.now - seq.submitted_s + 1e-9
+        assert sum(each.rank_tokens for each in times) <= self.computed_tokens
 
     def land(self, *seqs) -> None:
         """A prefill rank has written what they receive."""

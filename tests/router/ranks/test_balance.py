@@ -342,6 +342,16 @@ def test_a_rank_is_as_fast_as_its_requests_were(subtests):
         assert rate_after(20, 2_000.0, pulled=Pulled(512, 1 << 20, 0.9)) == 2_000.0
     with subtests.test("who waited for other prompts tells of both"):
         assert rate_after(20, 2_000.0, prefill_queue_s=0.9, prefill_compute_s=0.1) == rate_after(20, 2_000.0)
+    with subtests.test("what was computed meanwhile, of whom the router does not know, counts"):
+        clock, balance = known()
+        for _ in range(20):
+            balance.report(D0, RankLoad(prefill_tokens_per_s=2_000.0))
+            balance.sent("a", D0, None, 1_000)
+            clock.now += 9
+            told = took(plan=Plan.LOCAL, computed_tokens=1_000, rank_tokens=3_000, prefill_queue_s=2.0)
+            balance.observe_pace("a", replace(told, prefill_compute_s=1.0))
+            balance.ended("a")
+        assert 0.5 <= balance.pace.of(D0, clock.now) < 0.6
     with subtests.test("what a rank held beyond what was known makes it no faster"):
         clock, balance = known()
         for _ in range(20):

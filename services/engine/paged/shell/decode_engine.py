@@ -176,6 +176,7 @@ class PagedDecodeEngine(TransferringEngine):
             constraint_s=constraint_s,
             pulled=pulled if prefill is None else prefill.pulled,
             brought_tokens=first.brought_tokens if prefill is None else prefill.brought_tokens,
+            rank_tokens=first.time.rank_tokens if prefill is None else prefill.rank_tokens,
         )
 
 

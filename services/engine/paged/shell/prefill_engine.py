@@ -55,6 +55,7 @@ class PagedPrefillEngine(TransferringEngine):
             kv_bytes_moved=end.bytes_moved,
             queue_s=token.time.queued_s + token.time.unpulled_s(pulled),
             compute_s=token.time.computed_s,
+            rank_tokens=token.time.rank_tokens,
             prompt_logprobs=token.prompt_logprobs,
             pulled=pulled,
             brought_tokens=token.brought_tokens,

@@ -114,7 +114,7 @@ class RequestOutput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprobs, _Mapping]]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., finished: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[RequestError, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "kv_bytes_prompt", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "plan", "first_decode_step_s", "carried_bytes", "constraint_s", "pulled", "brought_tokens")
+    __slots__ = ("prompt_tokens", "decode_prefix_len", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "kv_bytes_prompt", "decode_queue_s", "prefill_queue_s", "prefill_compute_s", "transfer_s", "plan", "first_decode_step_s", "carried_bytes", "constraint_s", "pulled", "brought_tokens", "rank_tokens")
     class CarriedBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class Admitted(_message.Message):
     CONSTRAINT_S_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     decode_prefix_len: int
     prefill_prefix_len: int
@@ -154,7 +155,8 @@ class Admitted(_message.Message):
     constraint_s: float
     pulled: _common_pb2.Pulled
     brought_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_prompt: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., first_decode_step_s: _Optional[float] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., constraint_s: _Optional[float] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ..., brought_tokens: _Optional[int] = ...) -> None: ...
+    rank_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., decode_prefix_len: _Optional[int] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., kv_bytes_prompt: _Optional[int] = ..., decode_queue_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., plan: _Optional[_Union[_common_pb2.Plan, str]] = ..., first_decode_step_s: _Optional[float] = ..., carried_bytes: _Optional[_Mapping[str, int]] = ..., constraint_s: _Optional[float] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ..., brought_tokens: _Optional[int] = ..., rank_tokens: _Optional[int] = ...) -> None: ...
 
 class RequestError(_message.Message):
     __slots__ = ("code", "message", "peer_failed", "leaves")

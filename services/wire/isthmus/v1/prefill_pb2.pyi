@@ -60,7 +60,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., num_output_ids: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., traceparent: _Optional[str] = ..., pull_from: _Optional[_Union[_common_pb2.PullSource, _Mapping]] = ..., share: _Optional[_Union[_common_pb2.TenantShare, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.Adapter, _Mapping]] = ..., left_s: _Optional[float] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("first_token_id", "first_token_logprobs", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s", "prompt_logprobs", "pulled", "brought_tokens", "draft_tokens")
+    __slots__ = ("first_token_id", "first_token_logprobs", "prefill_prefix_len", "computed_tokens", "kv_bytes_moved", "queue_s", "compute_s", "prompt_logprobs", "pulled", "brought_tokens", "draft_tokens", "rank_tokens")
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PREFIX_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class PrefillResponse(_message.Message):
     PULLED_FIELD_NUMBER: _ClassVar[int]
     BROUGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     first_token_id: int
     first_token_logprobs: _common_pb2.TokenLogprobs
     prefill_prefix_len: int
@@ -83,4 +84,5 @@ class PrefillResponse(_message.Message):
     pulled: _common_pb2.Pulled
     brought_tokens: int
     draft_tokens: int
-    def __init__(self, first_token_id: _Optional[int] = ..., first_token_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ..., brought_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ...) -> None: ...
+    rank_tokens: int
+    def __init__(self, first_token_id: _Optional[int] = ..., first_token_logprobs: _Optional[_Union[_common_pb2.TokenLogprobs, _Mapping]] = ..., prefill_prefix_len: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PackedLogprobs, _Mapping]] = ..., pulled: _Optional[_Union[_common_pb2.Pulled, _Mapping]] = ..., brought_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., rank_tokens: _Optional[int] = ...) -> None: ...

@@ -20,12 +20,12 @@ def slow(rank=None, **settings):
 
 
 def about(queued_s, waited_s, computed_s):
-    return pytest.approx((queued_s, waited_s, computed_s), abs=0.2)
+    return pytest.approx((queued_s, waited_s, computed_s, 0), abs=0.2)
 
 
 def time_of(rank, seq):
     (time,) = rank.times[seq]
-    return time
+    return time._replace(rank_tokens=0)
 
 
 def test_others_prompts_are_waited_for_and_are_no_computing(subtests):
@@ -61,6 +61,22 @@ def test_others_prompts_are_waited_for_and_are_no_computing(subtests):
         long, short = rank.submit(range(24), transfer_id=1), rank.submit(range(100, 108), transfer_id=2)
         rank.run([long, short])
         assert time_of(rank, short) == about(0, 3, 1)
+
+
+def test_what_a_rank_computes_meanwhile_is_told(subtests):
+    """Its time for so many tokens is the rank's speed, whoever goes first."""
+    for shorter_first in (0.0, 1.0):
+        with subtests.test(shorter_first=shorter_first):
+            rank = slow(chunk_size=8, shorter_first=shorter_first)
+            long = rank.submit(range(24), 4)
+            rank.step()
+            short = rank.submit(range(100, 108), 4)
+            rank.run([long, short])
+            (of_long,), (of_short,) = rank.times[long], rank.times[short]
+            assert of_long.rank_tokens == 32 if shorter_first else 24
+            assert of_short.rank_tokens == 8 if shorter_first else 24
+            for time in (of_long, of_short):
+                assert time.rank_tokens / 8 == pytest.approx(sum(time[:3]), abs=0.2)
 
 
 def test_what_another_computes_of_a_prompt_is_waited_for(subtests):
@@ -155,7 +171,7 @@ def test_who_is_sent_back_computes_for_as_long_as_it_did(subtests):
         seqs = [rank.submit([number, 1, 2], 20) for number in range(3)]
         rank.run(seqs)
         (back,) = (seq for seq in seqs if seq.retractions)
-        first, second = rank.times[back]
+        first, second = (time._replace(rank_tokens=0) for time in rank.times[back])
         assert first == about(0, 0, 1)
         # What it decoded between the two is in neither.
         assert second == about(6, 0, 2)
