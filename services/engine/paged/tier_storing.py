@@ -426,7 +426,8 @@ class Storing:
         if (wait_s := self._wait_s(tier + 1)) > 0:
             self._moves_at_s = self._clock() + wait_s
             return False
-        if (block := self._books.begin_move(tier, newest=newest, spares_newer=self._keeps_all)) is None:
+        block = self._books.begin_move_of_newest() if newest else self._books.begin_move(tier)
+        if block is None:
             return False
         move = Move(block)
         if not self._thread.submit(move):

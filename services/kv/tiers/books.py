@@ -7,7 +7,7 @@
     BAD            -        FREE once the last use of it has ended; no new use begins
 
 Tiers are ordered, the nearest first. A block is in one place. When its tier needs room it moves down a
-tier, leaves first, and from the last tier it is dropped.
+tier, leaves first, and from the last tier it is dropped. It takes no slot there of what was used after it.
 
 Rule 1 (closure): a block's parent is in some tier too, or it is a first block. So what is found of a prefix
         begins at its start. A block is dropped only after its children; where one is bad, its descendants are
@@ -22,8 +22,9 @@ A checkpoint is a chain of such "blocks", its parts, below the block at whose en
 counts as held once its last part is, and whoever needs room drops all of its parts at once.
 """
 
+import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -32,10 +33,10 @@ from typing import NamedTuple
 from services.kv.block_hash import BlockLedger
 from services.kv.tiers.records import LateTier, SlotKind, Stored, unplaced_path
 from services.kv.tiers.tier_keys import ROOT
+from services.kv.tiers.use_order import MOST_LOOKED_AT, UseOrder
 from services.values.errors import ProtocolError
 from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
 
-_MOST_LOOKED_AT = 256
 _NEVER = -(1 << 62)
 
 
@@ -63,8 +64,12 @@ class Block:
     digest: int = 0  # This is the digest of the slot's bytes, from HELD on.
     busy: int = 0  # So many uses (reads, a write, a move) are under way.
     used: int = _NEVER  # The higher, the more recently; a use gives all blocks of its path the same number.
+    depth: int = field(init=False)
     moves_to: Place | None = None
     children: "set[Block]" = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.depth = 1 if self.parent is None else self.parent.depth + 1
 
     @property
     def parent_key(self) -> bytes:
@@ -82,8 +87,9 @@ class TierBooks:
         self._told, self._told_of_files, self._told_of_points = BlockLedger(), BlockLedger(), BlockLedger()
         self._free = [list(range(count - 1, -1, -1)) for count in num_slots]
         self._blocks: dict[bytes, Block] = {}
-        # These are the blocks of each tier, the least recently used first. The nearest tier is 0.
-        self._by_use: list[OrderedDict[Block, None]] = [OrderedDict() for _ in num_slots]
+        # These are the blocks of tier 0, the nearest one, the least recently used first.
+        self._nearest: OrderedDict[Block, None] = OrderedDict()
+        self._farther = [UseOrder[Block]() for _ in num_slots[1:]]
         self._orphans: list[dict[int, Stored]] = [{} for _ in num_slots]  # Rule 1 explains them.
         self._orphans_of: dict[bytes, list[Place]] = {}  # Some were dropped since. The key is the parent's.
         self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
@@ -146,6 +152,8 @@ class TierBooks:
                 block = self._place(each, Place(tier, each.slot))
                 taken[tier].add(block.place.slot)
         self._order(reversed(newest))
+        for order in self._farther:
+            order.rebuild()
         for key, (each, tier) in newest.items():
             self._sequence = max(self._sequence, each.sequence)
             if key not in self._blocks:
@@ -198,7 +206,8 @@ class TierBooks:
                     self._free[place.tier] += [] if stored is None else [place.slot]
                     continue
                 block = self._place(stored, place)
-                self._by_use[place.tier].move_to_end(block, last=False)
+                if place.tier == 0:
+                    self._nearest.move_to_end(block, last=False)
                 keys.append(block.key)
 
     def _order(self, keys: Iterable[bytes]) -> None:
@@ -213,7 +222,8 @@ class TierBooks:
             placed.update(path)
             for block in reversed(path):
                 block.used = -age
-                self._by_use[block.place.tier].move_to_end(block, last=False)
+                if block.place.tier == 0:
+                    self._nearest.move_to_end(block, last=False)
 
     def find(self, keys: Iterable[bytes]) -> list[Block]:
         """Return the held blocks of these keys, up to the first key without one. This counts as no use."""
@@ -227,13 +237,11 @@ class TierBooks:
 
     def use(self, block: Block) -> None:
         self._uses += 1
-        self._put_last(block, self._uses)
-
-    def _put_last(self, block: Block, used: int | None = None) -> None:
         at: Block | None = block
         while at is not None:
-            self._by_use[at.place.tier].move_to_end(at)
-            at.used = at.used if used is None else used
+            if at.place.tier == 0:
+                self._nearest.move_to_end(at)
+            at.used = self._uses
             at = at.parent
 
     def claim(
@@ -256,7 +264,7 @@ class TierBooks:
         parent = self._blocks.get(parent_key)
         if key in self._blocks or (parent is None and parent_key != ROOT):
             return None
-        slot = self._take(0, spared=parent)
+        slot = self._take(0, lambda other: not other.children and other is not parent, parent)
         if slot is None:
             return None
         self._sequence += 1
@@ -289,42 +297,46 @@ class TierBooks:
             self.drop(block)
         self._unbusy(block)
 
-    def begin_move(self, tier: int, *, newest: bool = False, spares_newer: bool = False) -> Block | None:
+    def begin_move(self, tier: int) -> Block | None:
         """Begin to move the least recently used leaf of a tier down to the next one.
-
-        `newest` has the most recently used block move whose parent has left its tier or is about to: so a
-        tier that is about to end leaves whole prefixes below, however many of its blocks get there. With
-        `spares_newer` it pushes out nothing that was used after it.
 
         Returns:
             None if there is no next tier, no such block, or no room.
         """
-        if tier + 1 >= len(self._num_slots):
-            return None
-        by_use = reversed(self._by_use[tier]) if newest else self._by_use[tier]
-        may_move = self._may_move_before_its_children if newest else self._may_move
-        block = next(filter(may_move, islice(by_use, _MOST_LOOKED_AT)), None)
-        if block is None or (spares_newer and not self._has_room_for(block, tier + 1)):
-            return None
-        if (slot := self._take(tier + 1, spared=block)) is None:
-            return None
-        block.moves_to = Place(tier + 1, slot)
+        block = self._first(tier, self._may_move) if tier + 1 < len(self._num_slots) else None
+        return block if block is not None and self._moves_down(block) else None
+
+    def begin_move_of_newest(self) -> Block | None:
+        """Begin to move the most recently used block of the nearest tier whose parent has left it or is about
+        to.
+
+        So a tier that is about to end leaves whole prefixes below, however many of its blocks get there.
+        Returns None as `begin_move` does.
+        """
+        newest = islice(reversed(self._nearest), MOST_LOOKED_AT) if self._farther else ()
+        block = next(filter(self._may_move_before_its_children, newest), None)
+        return block if block is not None and self._moves_down(block) else None
+
+    def _moves_down(self, block: Block) -> bool:
+        tier = block.place.tier + 1
+        slot = self._take(tier, lambda other: _gives_way(other, block), block, block.used)
+        if slot is None:
+            return False
+        block.moves_to = Place(tier, slot)
         block.busy += 1
-        return block
+        return True
 
     def moved(self, block: Block, *, good: bool = True) -> None:
         """Note the end of a move. A block that is being read meanwhile stays where it is."""
         target, block.moves_to = block.moves_to, None
         assert target is not None
         if good and block.state is SlotState.HELD and block.busy == 1:
-            del self._by_use[block.place.tier][block]
+            self._leave_tier(block)
             changes = self.in_files[target.tier] != self.in_files[block.place.tier]
             if changes and block.kind is SlotKind.BLOCK:
                 self._told_of_files.note(BlockHash(block.block_hash), stored=self.in_files[target.tier])
             target, block.place = block.place, target
-            self._by_use[block.place.tier][block] = None
-            if block.parent is not None and block.parent.place.tier == block.place.tier:
-                self._put_last(block.parent)  # Children are older than their parents (Rule 4).
+            self._enter_tier(block)
         self._free[target.tier].append(target.slot)
         self._unbusy(block)
 
@@ -360,7 +372,9 @@ class TierBooks:
 
     def _check_block(self, key: bytes, block: Block) -> None:
         assert block.key == key and block.state is not SlotState.BAD, f"{block} stands in the wrong place"
-        assert block in self._by_use[block.place.tier], f"{block} can never go"
+        tier = block.place.tier
+        in_order = block in (self._farther[tier - 1] if tier else self._nearest)
+        assert in_order, f"{block} can never go"
         parent = block.parent
         if parent is not None:
             assert self._blocks.get(parent.key) is parent, f"{block} has no parent here"
@@ -371,7 +385,7 @@ class TierBooks:
 
     def _add(self, block: Block) -> None:
         self._blocks[block.key] = block
-        self._by_use[block.place.tier][block] = None
+        self._enter_tier(block)
         if block.parent is not None:
             block.parent.children.add(block)
 
@@ -390,35 +404,47 @@ class TierBooks:
         if block.state is SlotState.HELD:
             self._tell(block, held=False)
         del self._blocks[block.key]
-        del self._by_use[block.place.tier][block]
+        self._leave_tier(block)
         if block.parent is not None:
             block.parent.children.discard(block)
 
-    def _take(self, tier: int, spared: Block | None) -> int | None:
-        """Allocate a slot of a tier, if need be by dropping an orphan or else a leaf; None if nothing can go.
+    def _enter_tier(self, block: Block) -> None:
+        if block.place.tier:
+            self._farther[block.place.tier - 1].add(block)
+        else:
+            self._nearest[block] = None
 
-        `spared` and its ancestors stay.
+    def _leave_tier(self, block: Block) -> None:
+        if block.place.tier:
+            self._farther[block.place.tier - 1].remove(block)
+        else:
+            del self._nearest[block]
+
+    def _take(
+        self, tier: int, may_go: Callable[[Block], bool], spared: Block | None, used: float = math.inf
+    ) -> int | None:
+        """Allocate a slot of a tier, if need be by dropping an orphan or else a block that may go, and that
+        was not used after `used`. `spared` and its ancestors stay. None if nothing can go.
         """
         if not self._free[tier] and self._orphans[tier]:
             slot = next(iter(self._orphans[tier]))
             del self._orphans[tier][slot]
             return slot
-        if not self._free[tier] and (leaf := self._next_leaf(tier, spared)) is not None:
-            self.drop(_whole(leaf, spared))
+        if not self._free[tier]:
+            block = self._first(tier, lambda other: _is_idle(other) and may_go(other), used)
+            if block is not None:
+                self.drop(_whole(block, spared))
         return self._free[tier].pop() if self._free[tier] else None
 
-    def _has_room_for(self, block: Block, tier: int) -> bool:
-        if self.free_slots(tier):
-            return True
-        leaf = self._next_leaf(tier, spared=block)
-        return leaf is not None and leaf.used <= block.used  # Of one path the end goes first.
+    def _first(self, tier: int, may_go: Callable[[Block], bool], used: float = math.inf) -> Block | None:
+        """Return the least recently used block of a tier that may go.
 
-    def _next_leaf(self, tier: int, spared: Block | None) -> Block | None:
-        # Children are older than their parents, so it is nearly always the first. Where the next tier is off,
-        # all may be parents of its blocks, and to look at each of them would take too long.
-        oldest = islice(self._by_use[tier], _MOST_LOOKED_AT)
-        may_go = (b for b in oldest if _is_idle(b) and not b.children and b is not spared)
-        return next(may_go, None)
+        Children are older than their parents, so it is nearly always the first. Where the next tier is off,
+        all may be parents of its blocks, and to look at each of them would take too long.
+        """
+        if tier:
+            return self._farther[tier - 1].first(may_go, used)
+        return next(filter(may_go, islice(self._nearest, MOST_LOOKED_AT)), None)
 
     def _may_move(self, block: Block) -> bool:
         tier = block.place.tier
@@ -447,6 +473,21 @@ def _whole(block: Block, spared: Block | None) -> Block:
             break
         block = parent
     return block
+
+
+def _gives_way(block: Block, to: Block) -> bool:
+    """Return whether a block leaves its tier for one that comes from the tier before.
+
+    Its children are as old as it is, so those in nearer tiers go with it.
+    """
+    return not _leads_to(block, to) and all(child.place.tier < block.place.tier for child in block.children)
+
+
+def _leads_to(block: Block, end: Block) -> bool:
+    at: Block | None = end
+    while at is not None and at.depth > block.depth:
+        at = at.parent
+    return at is block
 
 
 def _is_idle(block: Block) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -84,16 +84,20 @@ class BooksMachine(RuleBasedStateMachine):
         self.in_use.remove(place)
         self.books.end_read(block, good=good)
 
-    @rule(target=moves, newest=st.booleans(), spares_newer=st.booleans())
-    def begin_move(self, newest, spares_newer):
-        block = self.books.begin_move(0, newest=newest, spares_newer=spares_newer)
+    @rule(target=moves, tier=st.integers(0, 1), newest=st.booleans())
+    def begin_move(self, tier, newest):
+        before = set(self.books._blocks.values())
+        block = self.books.begin_move_of_newest() if newest else self.books.begin_move(tier)
+        gone = before - set(self.books._blocks.values())
         if block is None:
+            assert not gone
             return multiple()
         parent, children = block.parent, block.children
         if newest:
             assert parent is None or parent.place.tier or parent.moves_to, "parents go first"
         else:
-            assert all(child.place.tier > 0 for child in children), "leaves go first"
+            assert all(child.place.tier != tier for child in children), "leaves go first"
+        assert all(each.used <= block.used for each in gone), "what was used later gave way"
         self._write(block.moves_to)
         self.in_use.append(block.place)
         return block, block.place, block.moves_to
@@ -233,8 +237,8 @@ def test_a_tier_that_ends_moves_whole_prefixes_the_last_used_first():
     held(books, (1,))
     first, second, third = held(books, (2,)), held(books, (2, 1)), held(books, (2, 1, 1))
     books.use(third)
-    moving = [books.begin_move(0, newest=True) for _ in range(3)]
-    assert moving == [first, second, third] and books.begin_move(0, newest=True) is None
+    moving = [books.begin_move_of_newest() for _ in range(3)]
+    assert moving == [first, second, third] and books.begin_move_of_newest() is None
     for block in moving:
         books.moved(block)
     assert [block.place.tier for block in moving] == [1, 1, 1] and books.free_slots(0) == 3
@@ -247,13 +251,60 @@ def test_a_tier_that_ends_pushes_out_what_was_used_before_and_nothing_else():
     books.moved(books.begin_move(0))
     assert gone.place.tier == 1
     for block in (newer, older):
-        assert books.begin_move(0, newest=True, spares_newer=True) is block
+        assert books.begin_move_of_newest() is block
         books.moved(block)
     assert gone.state is SlotState.BAD
-    assert books.begin_move(0, newest=True, spares_newer=True) is None
+    assert books.begin_move_of_newest() is None and books.begin_move(0) is None
     books.use(left)
-    assert books.begin_move(0, newest=True, spares_newer=True) is left
+    assert books.begin_move_of_newest() is left
     books.check()
+
+
+@given(
+    num_slots=st.tuples(st.integers(2, 8), st.integers(1, 8)),
+    lives=st.lists(
+        st.tuples(
+            st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=8),
+            st.integers(0, 9),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    demotes=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_tier_that_ends_leaves_what_was_used_last_below_though_it_has_begun_before(
+    num_slots, lives, demotes
+):
+    """A rank serves some prompts, begins to leave, serves again, and leaves in the end."""
+    books = TierBooks(num_slots, (False, True))
+    for prompts, num_moves in lives:
+        for prompt in prompts:
+            serve(books, tuple(prompt), demotes)
+        for _ in range(num_moves):
+            move_newest(books)
+    by_use = sorted(books._blocks.values(), key=lambda block: (-block.used, block.depth))
+    due = {block.key for block in by_use[: num_slots[1]]}
+    while move_newest(books):
+        books.check()
+    assert {block.key for block in books._blocks.values() if block.place.tier == 1} == due
+
+
+def serve(books, prompt, demotes):
+    path = [prompt[: end + 1] for end in range(len(prompt))]
+    for each in path:
+        if demotes and not books.free_slots(0) and (block := books.begin_move(0)) is not None:
+            books.moved(block)
+        if (block := books.claim(key_of(each), key_of(each[:-1]), 0)) is not None:
+            books.written(block, 0)
+    if found := books.find(map(key_of, path)):
+        books.use(found[-1])
+
+
+def move_newest(books):
+    if (block := books.begin_move_of_newest()) is not None:
+        books.moved(block)
+    return block is not None
 
 
 def test_a_tier_full_of_parents_of_another_tiers_blocks_is_not_looked_through():
@@ -328,7 +379,7 @@ def test_a_long_prefix_costs_no_more_for_each_block_than_a_short_one():
 
     def counted():
         books = TierBooks([2 * length])
-        books._by_use = [Counting()]
+        books._nearest = Counting()
         return books
 
     keys = [bytes([number + 1]) * 16 for number in range(length)]
@@ -347,7 +398,7 @@ def test_a_long_prefix_costs_no_more_for_each_block_than_a_short_one():
     assert len(moves) == len(records)
     for key in [record.key for record in sorted(records, key=lambda record: record.sequence)]:
         books.use(books._blocks[key])
-    order = [[block.key for block in each._by_use[0]] for each in (books, again)]
+    order = [[block.key for block in each._nearest] for each in (books, again)]
     assert order[0] == order[1], "the next life lets others go first"
 
 

@@ -615,6 +615,35 @@ def test_a_rank_that_leaves_moves_what_was_used_last_where_its_files_are_smaller
                 assert nth > found or again.computed_tokens - before <= 10, nth
 
 
+def test_a_rank_that_stays_after_all_moves_what_was_used_last_when_it_leaves_then(subtests):
+    """Eight prompts have five blocks each, and the file has room for four, or three; it leaves three times,
+    and the first time it is called off at once."""
+    for num_slots, in_between, found in [
+        ((24, 20), (4, 5), 4),
+        ((24, 20), (2, 4, 1), 4),
+        ((40, 15), (0, 7), 3),
+    ]:
+        with subtests.test(num_slots=num_slots, in_between=in_between):
+            settings = {"num_slots": num_slots, "in_files": (False, True)}
+            rank, used = TieredRank(**settings), []
+            for nth in (0, 1, 2, 3, *in_between):
+                used = [*(each for each in used if each != nth), nth]
+                rank.generate(prompt_of(nth, 40))
+                if nth == 1:
+                    rank.tiers.storing.keep_all(True)
+                    rank.turn()
+                elif nth == 3:
+                    rank.keep_all(most_turns=40)
+                rank.tiers.storing.keep_all(False)
+            rank.keep_all(most_turns=40)
+            memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
+            again = TieredRank(num_pages=200, tiers=[memory, *rank.slabs[1:]], **settings)
+            for nth in used[: -found - 1 : -1]:
+                before = again.computed_tokens
+                assert again.generate(prompt_of(nth, 40)) == continuation(prompt_of(nth, 40), 3)
+                assert again.computed_tokens - before <= 10, nth
+
+
 def check_keeping(seed):
     chance = random.Random(seed)
     carried = chance.choice([(), *CARRIED])
@@ -934,7 +963,7 @@ def test_a_block_that_cannot_be_read_moves_nowhere_and_is_no_fault_of_the_next_t
     rank.fill_pool(2)
     rank.turn()
     books = rank.tiers.books
-    leaf = next(filter(books._may_move, books._by_use[0]))
+    leaf = next(filter(books._may_move, books._nearest))
     rank.faults[rank.slot_at(leaf.place)] = OSError(5, "I/O error")
     rank.tiers.storing._move_one(0)
     rank.thread.run()
