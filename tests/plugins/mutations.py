@@ -279,6 +279,13 @@ def tier_keeps_its_losses(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TierBooks, "take_events", lambda books: replace(take(books), removed=()))
 
 
+def leaving_writes_without_end(patch: pytest.MonkeyPatch) -> None:
+    """A rank that leaves stores whatever its requests leave, however often its file was full of it."""
+    from services.engine.paged import tier_storing
+
+    patch.setattr(tier_storing, "_MOST_KEPT", 1 << 20)
+
+
 def take_over_evicts_younger(patch: pytest.MonkeyPatch) -> None:
     """A prefix taken over from a rank that leaves displaces what was used since, as one used now does."""
     from services.kv.prefix_cache import PrefixCache
@@ -313,6 +320,7 @@ MUTATIONS = {
         ticket_promises_tier,
         fill_where_a_source_writes,
         tier_keeps_its_losses,
+        leaving_writes_without_end,
         take_over_evicts_younger,
     )
 }

@@ -33,14 +33,15 @@ _LOOK_EVERY_S = 0.02  # It looks for pages to store at most this often.
 _LOOK_SHARE = 20  # After a look it rests for so many times the look's duration.
 _MOST_WAITING = 32  # It does not look while so many copies down are waiting.
 _MOST_MOVES = 8
-# A rank that leaves writes at most so many times what fits: parts of checkpoints may push each other out.
+# A rank that leaves stores, and moves, at most so many times what fits: parts of checkpoints may push each
+# other out, and what still runs may go on.
 _MOST_KEPT = 2
 # This fraction (one in so many) of a tier's slots is kept free, where another tier is below it.
 _ROOM_SHARE = 16
 # Checkpoints are stored, this fraction of them at a time, once less than it of the units for them is free.
 _POINTS_SHARE = 8
 
-_State = tuple[PageBooks, int, int, int]
+_State = tuple[PageBooks, int, int, int, tuple[int, ...]]
 
 
 class Storing:
@@ -81,8 +82,9 @@ class Storing:
         self._looks_again = False  # Too many copies were waiting, so it looks again when one ends.
         self._moves_at_s: float | None = None  # The budget allows the next move then.
         self._keeps_all = False
-        self._may_begin = self._may_move = 0  # So many slots may still be written to keep all.
-        # A tier before the first one in files ends with the worker of the rank. 0: none is in files.
+        self._num_kept = self._num_moved = 0  # So many slots were written to keep all.
+        # 1: the tier before it is in memory, as one may be, and ends with the rank's worker. It is 0 as well
+        # where none is in files.
         self._first_file = next((tier for tier, is_file in enumerate(books.in_files) if is_file), 0)
         self._has_moved_all = False
         self._looks_after_move = False
@@ -123,7 +125,7 @@ class Storing:
         keeps = keeps and any(self._books.in_files)
         if keeps and not self._keeps_all:  # What an earlier look left out is stored now.
             self._looked_at, self._look_at_s = None, 0.0
-            self._may_begin = self._may_move = _MOST_KEPT * self._books.num_slots[self._first_file]
+            self._num_kept = self._num_moved = 0
             self._has_moved_all = False
         self._keeps_all = keeps
 
@@ -154,7 +156,8 @@ class Storing:
 
     @property
     def _state(self) -> _State:
-        return self._pool.cache.books(), self._num_lent, len(self._points), self._points.evictions
+        num_slots = tuple(self._books.num_slots)  # A tier may be opened late.
+        return self._pool.cache.books(), self._num_lent, len(self._points), self._points.evictions, num_slots
 
     def _store_what_goes_next(self, now_s: float) -> None:
         if now_s < self._look_at_s or not self._may_store:
@@ -169,7 +172,7 @@ class Storing:
         if self._health.is_off(0) or not self._books.num_slots[0]:
             return
         if self._keeps_all:  # Nothing runs that this could delay.
-            if self._may_begin > 0:
+            if self._num_kept < self._most_kept:
                 self._store_most_recent()
             return
         # The other slots keep what was evicted earlier.
@@ -281,13 +284,22 @@ class Storing:
         if self._books.in_files[tier]:
             self._counts.file_bytes += self._block_bytes
 
-    def _must_move_first(self, num_slots: int) -> bool:
-        """Return whether a store would push out what is still to be moved to the files."""
-        moves = self._keeps_all and self._first_file > 0 and not self._has_moved_all
-        return moves and self._books.free_slots(0) < num_slots
+    @property
+    def _most_kept(self) -> int:
+        return _MOST_KEPT * self._books.num_slots[self._first_file]
+
+    def _is_kept_out(self, num_slots: int) -> bool:
+        """Return whether a rank that leaves has stored enough, or would push out what is still to be moved to
+        the files."""
+        if not self._keeps_all:
+            return False
+        has_to_move = self._first_file > 0 and not self._has_moved_all
+        return self._num_kept + num_slots > self._most_kept or (
+            has_to_move and self._books.free_slots(0) < num_slots
+        )
 
     def _store(self, node: Node) -> Block | None:
-        if self._must_wait() or self._must_move_first(1):
+        if self._must_wait() or self._is_kept_out(1):
             return None
         path = _last_nodes(node, self._block_pages)
         parent = path[0].parent
@@ -318,7 +330,7 @@ class Storing:
             self._keys[point] = keys
         if not keys or keys[-1] in self._books or 2 * len(keys) > self._books.num_slots[0]:
             return True
-        if self._must_wait() or self._must_move_first(len(keys)):
+        if self._must_wait() or self._is_kept_out(len(keys)):
             return False
         for left in self._books.find(keys[:1]):  # These parts' end is gone.
             self._books.drop(left)
@@ -350,7 +362,7 @@ class Storing:
             self._give_up(store)
             self._looks_again = True
             return False
-        self._may_begin -= len(store.blocks)
+        self._num_kept += len(store.blocks)
         for _ in store.blocks:
             self._note_begun(0)
         return True
@@ -403,21 +415,23 @@ class Storing:
                     break
 
     def _move_all(self) -> None:
-        """Move what the tiers in memory hold on towards the first one in files, what was used last first."""
-        for tier in reversed(range(self._first_file)):
-            # Where the next tier makes room by moves of its own, these are waited for.
-            is_last = tier + 2 == len(self._books.num_slots) or self._health.is_off(tier + 2)
-            hands_on = bool(self._num_moves) and not is_last
-            while (
-                self._num_moves < _MOST_MOVES
-                and self._may_move > 0
-                and not self._health.is_off(tier + 1)
-                and (self._books.free_slots(tier + 1) or not hands_on)
-            ):
-                if not self._move_one(tier, newest=True):
-                    break
-                self._may_move -= 1
+        """Move what the tier in memory holds on to the first one in files, what was used last first."""
+        # Where that one makes room by moves of its own, these are waited for.
+        below = self._first_file + 1
+        is_last = below == len(self._books.num_slots) or self._health.is_off(below)
+        hands_on = bool(self._num_moves) and not is_last
+        while (
+            self._first_file > 0
+            and self._num_moves < _MOST_MOVES
+            and self._num_moved < self._most_kept
+            and not self._health.is_off(self._first_file)
+            and (self._books.free_slots(self._first_file) or not hands_on)
+        ):
+            if not self._move_one(0, newest=True):
+                break
+            self._num_moved += 1
         is_busy = self._num_moves or self._pages or self._point_of or self._moves_at_s is not None
+        is_busy = is_busy or self._books.has_late  # These cannot make room yet.
         had_moved_all, self._has_moved_all = self._has_moved_all, not is_busy
         if self._has_moved_all and not had_moved_all and self._looks_after_move:
             self._looked_at, self._looks_after_move = None, False  # What is left in memory may be pushed out.

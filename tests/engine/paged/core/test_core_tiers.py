@@ -12,7 +12,7 @@ from services.engine.paged.sequence import Phase
 from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import FillHooks, Tiering
 from services.kv.tiers.books import SlotState, TierBooks
-from services.kv.tiers.records import SlotKind, Stored
+from services.kv.tiers.records import LateTier, SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
 from services.tier import slab as slabs
@@ -642,6 +642,72 @@ def test_a_rank_that_stays_after_all_moves_what_was_used_last_when_it_leaves_the
                 before = again.computed_tokens
                 assert again.generate(prompt_of(nth, 40)) == continuation(prompt_of(nth, 40), 3)
                 assert again.computed_tokens - before <= 10, nth
+
+
+def test_a_rank_that_leaves_stores_no_more_than_twice_what_fits_though_requests_go_on(subtests):
+    """Each request leaves five blocks, and the file has room for two requests."""
+    for num_slots, carried in [((10,), ()), ((20, 10), ()), ((12,), (fake_state(20),))]:
+        with subtests.test(num_slots=num_slots, carried=carried):
+            check_bound(num_slots, carried)
+
+
+def check_bound(num_slots, carried):
+    in_files = (False, True)[-len(num_slots) :]
+    rank = TieredRank(num_slots=num_slots, in_files=in_files, num_pages=100, carried=carried)
+    storing, written, most = rank.tiers.storing, [], 2 * num_slots[-1]
+    submit = rank.thread.submit
+
+    def noting(copy):
+        written.extend(copy.blocks if isinstance(copy, Store) else ())
+        return submit(copy)
+
+    rank.thread.submit = noting
+    storing.keep_all(True)
+    for nth in range(9):
+        rank.generate(prompt_of(nth, 40))
+    assert most - len(carried) <= len(written) <= most, (len(written), most)
+    while not storing.has_kept_all:
+        rank.turn()
+    storing.keep_all(False)
+    rank.keep_all(most_turns=9)
+    assert len(written) > most, "it leaves once more"
+
+
+def test_a_file_that_is_opened_while_its_rank_leaves_gets_what_is_cached(subtests):
+    """It has what an earlier life left, all of which may go."""
+    for num_slots, num_records in [((0,), 0), ((0,), 300), ((24, 0), 0), ((24, 0), 300)]:
+        with subtests.test(num_slots=num_slots, num_records=num_records):
+            check_opened_late(num_slots, num_records)
+
+
+def check_opened_late(num_slots, num_records):
+    in_files = (False, True)[-len(num_slots) :]
+    rank = TieredRank(num_slots=num_slots, in_files=in_files, num_pages=24 if len(num_slots) > 1 else 60)
+    prompts, tier = [prompt_of(nth, 40) for nth in range(4)], len(num_slots) - 1
+    for prompt in prompts:
+        rank.generate(prompt)
+    storing, books = rank.tiers.storing, rank.tiers.books
+    storing.keep_all(True)
+    rank.turn()
+    assert storing.has_kept_all, "nothing to wait for"
+    shape = replace(rank.slabs[0].shape, num_slots=300)
+    records = [Stored(n, n.to_bytes(16), ROOT, n, 0, n) for n in range(1, num_records)]
+    rank.slabs[tier] = rank.thread.slabs[tier] = slabs.open_memory(None, shape, rank.calls())
+    rank.thread.put = lambda *_: True
+    assert rank.tiers.open_late(LateTier.of(tier, 300, records), rank.slabs[tier])
+    rank.turn()
+    assert not storing.has_kept_all
+    for _ in range(20):
+        rank.turn()
+    assert storing.has_kept_all and not books.has_late
+    books.check()
+    settings = {"num_slots": (*num_slots[:-1], 300), "in_files": in_files}
+    memory = [slabs.open_memory(None, slab.shape, rank.calls()) for slab in rank.slabs[:-1]]
+    again = TieredRank(num_pages=200, tiers=[*memory, rank.slabs[-1]], **settings)
+    for prompt in prompts:
+        before = again.computed_tokens
+        assert again.generate(prompt) == continuation(prompt, 3)
+        assert again.computed_tokens - before <= 10
 
 
 def check_keeping(seed):
