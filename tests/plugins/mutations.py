@@ -242,7 +242,7 @@ def ticket_promises_tier(patch: pytest.MonkeyPatch) -> None:
         if not enter(self, seq, **options) or seq.phase is not Phase.RECEIVING:
             return seq in self._fills
         fill = self._fills[seq]
-        seq.stored = max(seq.stored, (fill.first_block + len(fill.keys)) * self._block_tokens)
+        seq.stored = max(seq.stored, (fill.found.first + len(fill.found.blocks)) * self._block_tokens)
         return False
 
     patch.setattr(Tiering, "enter", mutated)
