@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from services.engine.paged.tier_health import TierCounts, TierHealth
+from services.engine.paged.tier_keeping import ends_to_keep
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.checkpoints import SavedPoint
 from services.kv.radix_tree import Node
@@ -185,7 +186,7 @@ class Storing:
         self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
 
     def _store_most_recent(self) -> None:
-        for leaf in self._ends_to_keep():
+        for leaf in ends_to_keep(self._pool, self._books.num_slots[self._first_file]):
             self._use_stored(leaf)
             points = self._points.to_use(leaf)
             if not (self._store_all(self._unstored(leaf)) and self._store_points(points)):
@@ -193,30 +194,6 @@ class Storing:
                 self._looks_again |= bool(self._pages or self._point_of)
                 self._looks_after_move = True
                 return
-
-    def _ends_to_keep(self) -> list[Node]:
-        """Return the ends of the most recently used paths that the tier has slots for, the oldest first.
-
-        So each path is used more recently than those that it may push out.
-        """
-        left = self._books.num_slots[self._first_file]
-        counted, ends = set[Node | SavedPoint](), list[Node]()
-        for leaf in reversed(self._pool.cache.next_to_go()):
-            new: list[Node | SavedPoint] = []
-            num_slots, node = 0, leaf
-            while node.parent is not None and node not in counted:
-                new.append(node)
-                num_slots += node.depth % self._block_pages == 0
-                node = node.parent
-            for _, point in self._points.to_use(leaf):
-                if point not in counted:
-                    new.append(point)
-                    num_slots += self._pool.num_parts(point.position)
-            if num_slots <= left:
-                left -= num_slots
-                counted.update(new)
-                ends.append(leaf)
-        return ends[::-1]
 
     def _use_stored(self, leaf: Node) -> None:
         """Use what the tiers have of the path, so that what is stored next does not push it out."""

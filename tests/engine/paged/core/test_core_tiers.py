@@ -569,6 +569,25 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(subtes
             check_last_used(num_pages, num_slots, found)
 
 
+def test_a_rank_that_leaves_stores_the_beginning_of_what_is_longer_than_its_file(subtests):
+    """The last prompt is found as far as the file has room for its blocks, with a checkpoint at their end."""
+    cases = [((), 1, 8), ((), 6, 48), ((), 9, 72)]
+    cases += [((fake_state(20),), 7, 32), ((fake_state(20),), 11, 40), ((fake_window(10),), 12, 64)]
+    for carried, num_slots, found in cases:
+        with subtests.test(carried=carried, num_slots=num_slots):
+            settings = {"num_slots": (num_slots,), "in_files": (True,), "carried": carried, "num_pages": 100}
+            rank = TieredRank(**settings)
+            rank.generate(prompt_of(2, 40))
+            first = prompt_of(1, 40)
+            prompt = [*first, *rank.generate(first, 1), *prompt_of(3, 40)]
+            rank.generate(prompt)
+            rank.keep_all(most_turns=9)
+            rank.tiers.books.check()
+            again = TieredRank(tiers=rank.slabs, **settings)
+            assert again.generate(prompt) == continuation(prompt, 3, carried)
+            assert again.computed_tokens == len(prompt) + 2 - found
+
+
 def test_a_rank_that_leaves_moves_what_its_memory_tier_holds_to_its_file():
     """Memory and a file lie below the pool; the second rank has time for a few moves."""
     for num_turns, at_least in ((40, 4), (3, 1)):
