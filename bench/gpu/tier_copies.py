@@ -18,7 +18,8 @@ from bench.engine import seconds
 from bench.gpu.captured import finish
 from bench.report import Row
 from services.engine.torch.pinned_staging import CopyQueue, CudaQueue, PinnedStaging
-from services.kv.tiers.books import Block, TierBooks
+from services.kv.tiers.block import Block
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.tier_keys import ROOT
 from services.tier.copies import CopyPace, CopyPiece, LoadCopy, LoadEnd, Store

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Protocol
 
 from services.kv.page_digest import digest_of
-from services.kv.tiers.books import Block, Place
+from services.kv.tiers.block import Block, Place
 from services.kv.tiers.records import Stored
 from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.wait_or_cut import Left

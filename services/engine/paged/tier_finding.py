@@ -11,7 +11,8 @@ from services.engine.paged.sequence import Phase
 from services.engine.paged.sequence import Sequence as EngineSequence
 from services.engine.paged.tier_health import TierHealth
 from services.engine.paged.tiered_pool import TieredPool
-from services.kv.tiers.books import Block, Place, SlotState, TierBooks
+from services.kv.tiers.block import Block, Place, SlotState
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import SlotKind
 from services.kv.tiers.tier_keys import keys_of
 from services.kv.tiers.wait_or_cut import Left

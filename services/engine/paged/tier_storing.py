@@ -20,7 +20,8 @@ from services.engine.paged.tier_keeping import ends_to_keep
 from services.engine.paged.tiered_pool import TieredPool
 from services.kv.checkpoints import SavedPoint
 from services.kv.radix_tree import Node
-from services.kv.tiers.books import Block, SlotState, TierBooks
+from services.kv.tiers.block import Block, SlotState
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import SlotKind
 from services.kv.tiers.tier_keys import ROOT, next_key
 from services.kv.tiers.write_budget import WriteBudget
@@ -128,6 +129,8 @@ class Storing:
             self._looked_at, self._look_at_s = None, 0.0
             self._num_kept = self._num_moved = 0
             self._has_moved_all = False
+        if keeps != self._keeps_all:
+            self._books.number_down(keeps)
         self._keeps_all = keeps
 
     @property
@@ -186,17 +189,19 @@ class Storing:
         self._look_at_s += _LOOK_SHARE * (self._clock() - now_s)
 
     def _store_most_recent(self) -> None:
-        for leaf in ends_to_keep(self._pool, self._books.num_slots[self._first_file]):
-            self._use_stored(leaf)
-            points = self._points.to_use(leaf)
-            if not (self._store_all(self._unstored(leaf)) and self._store_points(points)):
-                # Slots that are being written or moved cannot make room, so it looks again when one has been.
-                self._looks_again |= bool(self._pages or self._point_of)
+        """Store what was used last first, because the rank may have to end before all is stored."""
+        ends = ends_to_keep(self._pool, self._books.num_slots[self._first_file])
+        for end in ends:  # Nothing of these is pushed out.
+            self._use_stored(end)
+        for end in reversed(ends):
+            if not (self._store_all(self._unstored(end)) and self._store_points(self._points.to_use(end))):
                 self._looks_after_move = True
-                return
+                break
+        # Slots that are being written cannot make room, and what is written is used in order then.
+        self._looks_again |= bool(self._pages or self._point_of)
 
     def _use_stored(self, leaf: Node) -> None:
-        """Use what the tiers have of the path, so that what is stored next does not push it out."""
+        """Use what the tiers have of the path."""
         node = leaf
         while node.parent is not None:
             if node.tier_key and (found := self._books.find([node.tier_key])):

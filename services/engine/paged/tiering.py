@@ -36,7 +36,8 @@ from services.engine.paged.tier_finding import NOTHING, Finding, Found
 from services.engine.paged.tier_health import TierCounts, TierHealth
 from services.engine.paged.tier_storing import Storing
 from services.engine.paged.tiered_pool import TieredPool
-from services.kv.tiers.books import Block, TierBooks
+from services.kv.tiers.block import Block
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import LateTier, SlotKind
 from services.kv.tiers.slot_spans import SlotSpan
 from services.kv.tiers.write_budget import WriteBudget

@@ -25,58 +25,17 @@ counts as held once its last part is, and whoever needs room drops all of its pa
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
-from typing import NamedTuple
 
 from services.kv.block_hash import BlockLedger
+from services.kv.tiers.block import Block, Place, SlotState, gives_way, is_idle, whole
 from services.kv.tiers.records import LateTier, SlotKind, Stored, unplaced_path
 from services.kv.tiers.tier_keys import ROOT
 from services.kv.tiers.use_order import MOST_LOOKED_AT, UseOrder
 from services.values.errors import ProtocolError
 from services.values.kv import NO_EVENTS, BlockHash, CacheEvents
 
-_NEVER = -(1 << 62)
-
-
-class Place(NamedTuple):
-    tier: int
-    slot: int
-
-
-class SlotState(Enum):
-    WRITING = "writing"
-    HELD = "held"
-    BAD = "bad"
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Block:
-    key: bytes
-    parent: "Block | None"
-    block_hash: int  # The index knows the block by it, or the block at whose end the checkpoint lies.
-    place: Place
-    sequence: int  # This counts claimed blocks: the highest number has the newest record.
-    kind: SlotKind = SlotKind.BLOCK
-    with_draft: bool = False  # The draft model's KV of all its tokens is there, too.
-    state: SlotState = SlotState.WRITING
-    digest: int = 0  # This is the digest of the slot's bytes, from HELD on.
-    busy: int = 0  # So many uses (reads, a write, a move) are under way.
-    used: int = _NEVER  # The higher, the more recently; a use gives all blocks of its path the same number.
-    depth: int = field(init=False)
-    moves_to: Place | None = None
-    children: "set[Block]" = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.depth = 1 if self.parent is None else self.parent.depth + 1
-
-    @property
-    def parent_key(self) -> bytes:
-        return ROOT if self.parent is None else self.parent.key
-
-    def __repr__(self) -> str:
-        return f"Block({self.key.hex()[:8]} {self.state.value} at={self.place} busy={self.busy})"
+_MOST_DOWN = 1 << 32  # More than a tier has slots; a record has 56 bits for a block's number.
 
 
 class TierBooks:
@@ -95,6 +54,7 @@ class TierBooks:
         self._leaving: set[Block] = set()  # They are BAD, and their slots are still in use.
         self._late: deque[tuple[int, Stored]] = deque()  # Records that were found late, by tier.
         self._sequence = 0
+        self._next_down: int | None = None
         self._uses = 0
         self._num_writing = 0
 
@@ -172,6 +132,9 @@ class TierBooks:
         self._num_slots[tier] = len(free) + len(stored)
         self._free[tier] = free
         self._late += stored
+        self._sequence = max(self._sequence, *(each.sequence for _, each in stored[-1:]), 0)
+        if self._next_down is not None:
+            self.number_down(True)
 
     @property
     def has_late(self) -> bool:
@@ -181,7 +144,6 @@ class TierBooks:
         """Take over some of the records that were found late, as the least recently used blocks."""
         for _ in range(min(most, len(self._late))):
             tier, each = self._late.popleft()
-            self._sequence = max(self._sequence, each.sequence)
             self._orphans[tier][each.slot] = each
             self._orphans_of.setdefault(each.parent_key, []).append(Place(tier, each.slot))
             parent = self._blocks.get(each.parent_key)
@@ -267,12 +229,28 @@ class TierBooks:
         slot = self._take(0, lambda other: not other.children and other is not parent, parent)
         if slot is None:
             return None
-        self._sequence += 1
-        block = Block(key, parent, block_hash, Place(0, slot), self._sequence, kind, with_draft, busy=1)
+        block = Block(key, parent, block_hash, Place(0, slot), self._number(), kind, with_draft, busy=1)
         block.used = self._uses = self._uses + 1
         self._num_writing += 1
         self._add(block)
         return block
+
+    def number_down(self, down: bool) -> None:
+        """Number what is claimed from now on as if it came in reverse, or else in the order in which it does.
+
+        So a later life takes what is claimed first for the most recently used. What is claimed afterwards has
+        higher numbers in any case.
+        """
+        if down:
+            self._sequence += _MOST_DOWN
+        self._next_down = self._sequence if down else None
+
+    def _number(self) -> int:
+        if self._next_down is None:
+            self._sequence += 1
+            return self._sequence
+        self._next_down -= 1
+        return self._next_down
 
     def written(self, block: Block, digest: int) -> None:
         block.digest = digest
@@ -319,7 +297,7 @@ class TierBooks:
 
     def _moves_down(self, block: Block) -> bool:
         tier = block.place.tier + 1
-        slot = self._take(tier, lambda other: _gives_way(other, block), block, block.used)
+        slot = self._take(tier, lambda other: gives_way(other, block), block, block.used)
         if slot is None:
             return False
         block.moves_to = Place(tier, slot)
@@ -431,9 +409,9 @@ class TierBooks:
             del self._orphans[tier][slot]
             return slot
         if not self._free[tier]:
-            block = self._first(tier, lambda other: _is_idle(other) and may_go(other), used)
+            block = self._first(tier, lambda other: is_idle(other) and may_go(other), used)
             if block is not None:
-                self.drop(_whole(block, spared))
+                self.drop(whole(block, spared))
         return self._free[tier].pop() if self._free[tier] else None
 
     def _first(self, tier: int, may_go: Callable[[Block], bool], used: float = math.inf) -> Block | None:
@@ -448,47 +426,15 @@ class TierBooks:
 
     def _may_move(self, block: Block) -> bool:
         tier = block.place.tier
-        return _is_idle(block) and all(child.place.tier != tier for child in block.children)
+        return is_idle(block) and all(child.place.tier != tier for child in block.children)
 
     def _may_move_before_its_children(self, block: Block) -> bool:
         parent = block.parent
         goes_before = parent is None or parent.place.tier != block.place.tier or parent.moves_to is not None
-        return _is_idle(block) and goes_before
+        return is_idle(block) and goes_before
 
     def _unbusy(self, block: Block) -> None:
         block.busy -= 1
         if block in self._leaving and not block.busy:
             self._leaving.remove(block)
             self._free[block.place.tier].append(block.place.slot)
-
-
-def _whole(block: Block, spared: Block | None) -> Block:
-    """Return the block, or the first part of its checkpoint: without one part the others are of no use.
-
-    A part that is spared stays, and so do those before it.
-    """
-    while block.kind is not SlotKind.BLOCK:
-        parent = block.parent
-        if parent is None or parent is spared or parent.kind is SlotKind.BLOCK:
-            break
-        block = parent
-    return block
-
-
-def _gives_way(block: Block, to: Block) -> bool:
-    """Return whether a block leaves its tier for one that comes from the tier before.
-
-    Its children are as old as it is, so those in nearer tiers go with it.
-    """
-    return not _leads_to(block, to) and all(child.place.tier < block.place.tier for child in block.children)
-
-
-def _leads_to(block: Block, end: Block) -> bool:
-    at: Block | None = end
-    while at is not None and at.depth > block.depth:
-        at = at.parent
-    return at is block
-
-
-def _is_idle(block: Block) -> bool:
-    return block.state is SlotState.HELD and not block.busy

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from services.kv.tiers.books import Place, SlotState, TierBooks
+from services.kv.tiers.block import Place, SlotState
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import LateTier, SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT
 from services.values.errors import ProtocolError
@@ -347,6 +348,18 @@ def test_a_tier_that_is_opened_late_has_what_its_records_tell(subtests):
         sorted_s = time.thread_time()
         TierBooks([0]).open_tier(late)
         assert time.thread_time() - sorted_s < (sorted_s - began_s) / 4
+
+
+def test_what_is_claimed_in_reverse_is_newer_than_what_a_late_tier_has():
+    books = TierBooks([9, 0])
+    before = held(books, (1,)).sequence
+    books.number_down(True)
+    first = held(books, (2,)).sequence
+    books.open_tier(LateTier.of(1, 2, [Stored(0, key_of((9,)), ROOT, 1, 0, 1 << 40)]))
+    down = [held(books, (token,)).sequence for token in (3, 4)]
+    books.number_down(False)
+    after = held(books, (5,)).sequence
+    assert before < first < 1 << 40 < down[1] < down[0] < after
 
 
 def test_what_is_being_written_is_not_held_yet():

@@ -11,7 +11,8 @@ from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import FillHooks, Tiering
-from services.kv.tiers.books import SlotState, TierBooks
+from services.kv.tiers.block import SlotState
+from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import LateTier, SlotKind, Stored
 from services.kv.tiers.tier_keys import ROOT, keys_of, layout_id, scope
 from services.kv.tiers.write_budget import WriteBudget
@@ -567,6 +568,54 @@ def test_a_rank_that_leaves_stores_what_was_used_last_where_slots_are_few(subtes
     for num_pages, num_slots, found in [(160, 12, 8), (160, 6, 2), (30, 12, 8), (30, 9, 5)]:
         with subtests.test(num_pages=num_pages, num_slots=num_slots):
             check_last_used(num_pages, num_slots, found)
+
+
+def test_a_rank_that_leaves_stores_what_was_used_last_first(subtests):
+    """Six prompts have five blocks each. The rank ends after so many stores of a look."""
+    for carried, num_stores, found in [((), 5, 1), ((), 13, 2), ((), 99, 6), ((fake_state(8),), 9, 1)]:
+        with subtests.test(carried=carried, num_stores=num_stores):
+            settings = {"num_pages": 160, "in_files": (True,), "carried": carried, "num_slots": (64,)}
+            rank, prompts = TieredRank(**settings), [prompt_of(nth, 41) for nth in range(6)]
+            for prompt in prompts:
+                rank.generate(prompt)
+            rank.tiers.storing.keep_all(True)
+            rank.now += 1.0
+            rank.step()
+            rank.thread.waiting = rank.thread.waiting[:num_stores]
+            rank.thread.run()
+            again = TieredRank(tiers=rank.slabs, **settings)
+            for nth, prompt in enumerate(reversed(prompts), start=1):
+                before = again.computed_tokens
+                assert again.generate(prompt) == continuation(prompt, 3, carried)
+                assert (again.computed_tokens - before <= 3) == (nth <= found), nth
+
+
+def test_what_a_leaving_rank_has_kept_goes_in_order_of_use_from_its_file(subtests):
+    """It has stored what was used last first; whether it stays or is started again, that is the last to go.
+    Its file has room for all of six prompts, and then for one less."""
+    for stays in (True, False):
+        with subtests.test(stays=stays):
+            settings = {"num_pages": 160, "in_files": (True,), "num_slots": (30,)}
+            rank, prompts = TieredRank(**settings), [prompt_of(nth, 41) for nth in range(6)]
+            for prompt in prompts:
+                rank.generate(prompt)
+            rank.keep_all(most_turns=9)
+            rank.tiers.storing.keep_all(False)
+            now = rank if stays else TieredRank(tiers=rank.slabs, **settings)
+            books = now.tiers.books
+            for num_left in (5, 4):
+                block = books.claim(bytes([num_left]) * 16, ROOT, 1)
+                books.written(block, 0)
+                blocks = [books.find(keys_of(scope_of(now), prompt, BLOCK)) for prompt in prompts]
+                lengths = [len(found) for found in blocks]
+                assert lengths == sorted(lengths) and sum(lengths) == 25 + num_left - 1
+            assert books.claim(bytes(15) + b"x", ROOT, 1).sequence > max(
+                each[-1].sequence for each in blocks[1:]
+            )
+
+
+def scope_of(rank):
+    return rank.tiers._pool.scope("")
 
 
 def test_a_rank_that_leaves_stores_the_beginning_of_what_is_longer_than_its_file(subtests):
