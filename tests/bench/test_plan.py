@@ -40,7 +40,7 @@ def test_busy_ranks_tell_what_more_of_them_would_give():
     few, more = Size(1, 2), Size(3, 3)
     seen = sorted((observed(job, inf) for job in served(few)), key=lambda each: each.arrival_s)
     waited = [each for each in seen if each.queue_s > each.compute_s]
-    assert len(waited) > len(seen) / 10
+    assert len(waited) > len(seen) / 20
     trial = Trial(Observation(fleet(few, 1e9), seen), closed_loop.GOALS, 1.0, 1)
     for size in (few, more):
         ttft, told = sorted(map(job_ttft_s, served(size))), trial.of(size)
