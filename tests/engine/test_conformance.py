@@ -310,7 +310,7 @@ async def test_a_tier_changes_no_token(engine, plan):
     if isinstance(engine, Sglang):
         pytest.skip("SGLang's pool has no tier of ours")
     pages = 160 // engine.settings.page_size
-    changes = {"kv_pages": pages, "index_block": 2 * engine.settings.page_size, "fake_prompt_token_s": 2e-4}
+    changes = {"kv_pages": pages, "index_block": 2 * engine.settings.page_size, "fake_prompt_token_s": 1e-3}
     async with engine.pair(kv_tier=("memory:4MiB",), **changes) as pair:
         prompts = [prompt_of(100, seed) for seed in range(4)]
         ranks = (pair.prefill, pair.decode) if plan is Plan.REMOTE else (pair.decode,)

@@ -204,6 +204,9 @@ class OutputEstimate:
         self._share = (self._share + 1.0) / 2
 
 
+_BESIDE_LAST = 8  # A prompt has this part of a chunk beside the last chunk of another.
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_running_requests: int = 64
@@ -213,3 +216,13 @@ class Limits:
     expected_output: float = 0.5  # It is the expected share of max_tokens, until some sequences have ended.
     patience: Patience = field(default_factory=Patience)
     step_limit_s: float = 120.0  # A longer step counts as hung; 0 turns this off.
+
+    def prompt_room(self, budget: int, left: int, *, beside_last: bool) -> int:
+        """Return how many tokens of a step's budget a prompt may have that lacks `left`.
+
+        Beside one whose last chunk is in the step it has few, unless they are its last, too: the other one's
+        first token would wait for them.
+        """
+        if not beside_last or left <= budget or not self.shorter_first:
+            return budget
+        return min(budget, self.chunk_size // _BESIDE_LAST)

@@ -333,7 +333,7 @@ class EngineCore:
         if not computing:
             self._shares.serves(None)
             return []
-        budget = self.figures.chunk_tokens(num_decoding, num_drafts)
+        budget, one_ends = self.figures.chunk_tokens(num_decoding, num_drafts), False
         chunks: list[tuple[Sequence, Chunk]] = []
         for seq in self._chunk_turns.line(computing, self.figures.limits.shorter_first):
             if budget <= 0:
@@ -341,9 +341,10 @@ class EngineCore:
             self._catch_up(seq)
             if self.pulls.bring(seq) or any(self._carrying.computes_for(other, seq) for other, _ in chunks):
                 continue  # It can reuse those tokens at a later step.
-            end = self._carrying.prompt_end(seq, budget, is_first=not chunks)
+            room = self.figures.limits.prompt_room(budget, len(seq.ids) - seq.computed, beside_last=one_ends)
+            end = self._carrying.prompt_end(seq, room, is_first=not chunks)
             if (size := end - seq.computed) > 0:
-                budget -= size
+                budget, one_ends = budget - size, one_ends or end == len(seq.ids)
                 chunks.append((seq, chunk_of(seq, size, self.page_size)))
         return chunks
 

@@ -290,6 +290,16 @@ def test_a_tenants_shorter_prompts_overtake_its_longer_ones(subtests):
         rank.run([long])
         assert rank.tokens[long] == continuation(list(range(200)), 1)
 
+    with subtests.test("its step computes little of the long one, and all of another short one"):
+        rank = Rank(num_pages=200, chunk_size=32, max_running=8)
+        long = rank.submit(range(200), 1)
+        rank.step()
+        short = [rank.submit([*range(100 * n, 100 * n + 7)], 1) for n in (2, 3)]
+        rank.step()
+        assert all(seq in rank.finished for seq in short)
+        assert long.computed == 32 + 32 // 8
+        rank.run([long])
+
     with subtests.test("where none may overtake they are computed in the order of arrival"):
         rank = Rank(num_pages=200, chunk_size=8, max_running=8, shorter_first=0.0)
         long = rank.submit(range(200), 1)
