@@ -26,10 +26,10 @@ from services.router.replay.following import Steady, plan
 from services.router.replay.observed import Fleet, Observation, Observed
 from services.router.replay.ours import Ours, _registration
 from services.router.replay.planner import Goals, Size, job_itl_s, job_ttft_s
-from services.router.replay.ranks import MODEL, Job, Rank
+from services.router.replay.ranks import MODEL, Rank
 from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting, Timing
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 from services.values.rank import Plan, Role
 from services.values.rank_reports import Registration
 

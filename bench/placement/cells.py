@@ -22,9 +22,8 @@ from bench.placement.generators import WORKLOADS, closed_arrivals, open_arrivals
 from bench.placement.peers import PEERS
 from bench.placement.simulation import Simulation
 from bench.report import Row
-from services.router.replay.ranks import Job
 from services.router.replay.setting import Setting, Timing
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 
 # A rank as large as a model of 70B needs, over eight devices: 320 KiB a token, a million tokens.
 TIMING = Timing(

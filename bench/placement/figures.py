@@ -7,7 +7,7 @@ from statistics import fmean, geometric_mean
 
 from bench.report import Row, verdict
 from services.router.replay.planner import job_itl_s, job_ttft_s, quantile
-from services.router.replay.ranks import Job
+from services.router.replay.workload import Job
 
 NEW_TOKENS = (1_000, 4_000, 16_000)  # The edges between lengths of new parts.
 _TTFT_S, _TTFT_TIMES, _ITL_S = 2.0, 2.0, 0.2

@@ -8,8 +8,8 @@ from random import Random
 from services.router.placement.candidates import DecodeCandidate, PlacementRequest, PrefillCandidate
 from services.router.placement.decision import Decision, place
 from services.router.replay.ours import SimulatedFleet, ranks_of
-from services.router.replay.ranks import DecodeRank, Job, Rank
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.ranks import DecodeRank, Rank
+from services.router.replay.workload import BLOCK_TOKENS, Job, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 

@@ -32,8 +32,8 @@ from bench.placement.policies import Memory
 from services.index.read.prefix_index import PrefixIndex
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.router.ranks.predictions import Predictions
-from services.router.replay.ranks import MODEL, Job, Rank
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.ranks import MODEL, Rank
+from services.router.replay.workload import BLOCK_TOKENS, Job, TraceRequest
 from services.values.kv import BlockHash, CacheEvents
 from services.values.rank import RankId
 from services.values.rank_reports import RankLoad

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
-from services.router.replay.ranks import Job, Rank
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.ranks import Rank
+from services.router.replay.workload import BLOCK_TOKENS, Job, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
 

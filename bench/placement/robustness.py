@@ -15,10 +15,10 @@ from bench.placement.figures import figures_of
 from bench.placement.simulation import Simulation
 from bench.report import Row, parser_of, table, write_json
 from services.router.replay.ours import Ours
-from services.router.replay.ranks import Job, Rank
+from services.router.replay.ranks import Rank
 from services.router.replay.replay import Policy
 from services.router.replay.setting import Setting
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 from services.values.kv import BlockHash, CacheEvents
 from services.values.rank import RankId, RankKey
 from services.values.rank_reports import RankLoad

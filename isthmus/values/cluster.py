@@ -92,6 +92,15 @@ class KvPath:
 
 
 @dataclass(frozen=True, slots=True)
+class Overtaken:
+    """Prompts that a new one goes before. common.proto documents the fields."""
+
+    below_tokens: int
+    tokens: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """A rank's present load. common.proto documents the fields."""
 
@@ -117,6 +126,7 @@ class RankLoad:
     shared_tier_bytes_per_s: float
     tiers_off: bool
     common_tokens: int | None  # Of pending_tokens; None where the rank does not tell.
+    overtaken: tuple[Overtaken, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A rank reports these of itself: a registration, which holds while it lives, and its present load."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.values.adapter import Adapter
 from services.values.kv import BlockHash, KvLayout, KvPath, PageBooks
@@ -113,6 +114,30 @@ class ConstraintCounts:
     mask_s: float = 0.0  # The masks took this time, apart from the model's computing.
 
 
+class Overtaken(NamedTuple):
+    """A new prompt that has fewer than `below_tokens` to compute goes before these prompts."""
+
+    below_tokens: int
+    tokens: int  # They lack so many in all.
+    prompts: int
+
+
+def overtaken_of(prompts: Iterable[tuple[float, int]]) -> tuple[Overtaken, ...]:
+    """Return the report of prompts, each with what a new one has fewer tokens than, and what it lacks itself.
+
+    Those of about the same length are one entry, so that a report stays short.
+    """
+    groups: dict[int, Overtaken] = {}
+    for fewer_than, tokens in prompts:
+        if (below := int(fewer_than)) > 0 and tokens > 0:
+            kind = below.bit_length()
+            known = groups.get(kind)
+            least = below if known is None else min(below, known.below_tokens)
+            others = (0, 0) if known is None else (known.tokens, known.prompts)
+            groups[kind] = Overtaken(least, tokens + others[0], 1 + others[1])
+    return tuple(groups.values())
+
+
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """This is a rank's present load; common.proto describes each field."""
@@ -137,6 +162,7 @@ class RankLoad:
     common_tokens: int | None = (
         None  # Of the pending tokens others bring these; None means that it is unknown.
     )
+    overtaken: tuple[Overtaken, ...] = ()  # These are among the pending tokens.
     # The following fields are not reported to routers.
     reserved_pages: int = 0  # These are reserved for the growth of running sequences.
     retractions: int = 0  # This is counted since the rank's start, as `overtakes` is.
@@ -155,6 +181,15 @@ class RankLoad:
     constraints: ConstraintCounts = ConstraintCounts()
     decode_steps: StepHistogram = NO_STEPS  # These steps since the start computed only single tokens.
     prompt_steps: StepHistogram = NO_STEPS  # These steps computed prompts, too.
+
+    def passed_by(self, tokens: int) -> tuple[int, int]:
+        """Return the pending tokens and the number of the prompts that a new one with so many tokens to
+        compute goes before."""
+        passed, prompts = 0, 0
+        for each in self.overtaken:
+            if each.below_tokens > tokens:
+                passed, prompts = passed + each.tokens, prompts + each.prompts
+        return passed, prompts
 
     @property
     def token_s(self) -> float:

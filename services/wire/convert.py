@@ -39,7 +39,7 @@ from services.values.rank import (
     TakeOver,
     TransferId,
 )
-from services.values.rank_reports import RankLoad
+from services.values.rank_reports import Overtaken, RankLoad
 from services.wire.fields import finite, message_of, value_of
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2, rank_pb2
 
@@ -320,6 +320,8 @@ def fill_load(pb: common_pb2.RankLoad, load: RankLoad) -> None:
     pb.tiers_off = load.tiers_off
     if load.common_tokens is not None:
         pb.common_tokens = load.common_tokens
+    for each in load.overtaken:
+        pb.overtaken.add(below_tokens=each.below_tokens, tokens=each.tokens, prompts=each.prompts)
     books = load.books
     pb.free_pages = books.free
     pb.cached_pages = books.cached
@@ -362,6 +364,7 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         shared_tier_bytes_per_s=finite("load.shared_tier_bytes_per_s", pb.shared_tier_bytes_per_s),
         tiers_off=pb.tiers_off,
         common_tokens=pb.common_tokens if pb.HasField("common_tokens") else None,
+        overtaken=tuple([Overtaken(each.below_tokens, each.tokens, each.prompts) for each in pb.overtaken]),
     )
 
 

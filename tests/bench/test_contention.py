@@ -21,9 +21,9 @@ from bench.placement.oracle import Outlook
 from bench.placement.peers import PEERS, D2lpm, DynamoCost, LlmdRemainingWork, LlmdScores, PrebleE2, Standing
 from bench.placement.robustness import WRONG
 from bench.placement.simulation import ONE_PLAN, Simulation
-from services.router.replay.ranks import DecodeRank, Job
+from services.router.replay.ranks import DecodeRank
 from services.router.replay.setting import Setting
-from services.router.replay.workload import BLOCK_TOKENS, TraceRequest
+from services.router.replay.workload import BLOCK_TOKENS, Job, TraceRequest
 from services.values.kv import PageBooks
 from services.values.rank_reports import RankLoad
 

@@ -10,9 +10,9 @@ from bench.closed_loop import POOL_BLOCKS, TIMING, Loop, Size, fleet, follower, 
 from bench.plan import measured, spread
 from services.router.replay.observed import Observation
 from services.router.replay.planner import Trial, job_ttft_s, quantile
-from services.router.replay.ranks import Job
 from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting
+from services.router.replay.workload import Job
 
 
 def test_what_is_measured():

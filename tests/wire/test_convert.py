@@ -31,7 +31,7 @@ from services.values.rank import (
     Role,
     TransferId,
 )
-from services.values.rank_reports import RankLoad
+from services.values.rank_reports import Overtaken, RankLoad
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
 from wire.wire_values import (
@@ -108,6 +108,7 @@ loads = st.builds(
     shared_tier_bytes_per_s=seconds,
     tiers_off=st.booleans(),
     common_tokens=st.none() | uint64,
+    overtaken=st.lists(st.builds(Overtaken, uint64, uint64, uint32), max_size=3).map(tuple),
 )
 pull_requests = st.builds(
     PullRequest,

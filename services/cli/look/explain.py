@@ -15,7 +15,7 @@ from services.wire.isthmus.v1 import common_pb2, generation_pb2
 _ORDER = (
     *("wait_prefill", "wait_decode", "wait_room", "pull", "bring", "compute"),
     *("last_chunk", "carried", "overhead"),
-    *("occupy", "evict_prefill", "evict_decode", "itl", "lend", "outgrow"),
+    *("occupy", "overtake", "evict_prefill", "evict_decode", "itl", "lend", "outgrow"),
 )
 _LEAD = ("", "decode", "prefill", "plan", "total ms")  # These stay columns if the terms do not fit.
 _REASONS = {

@@ -82,7 +82,7 @@ class EngineCore:
         self._slots = BatchSlots(limits, self.figures.times, clock)
         self._ahead = RoomAhead(self.cache, self._carrying, runner, self.max_context_tokens)
         self._in_common = InCommon(cache, self._carrying.estimate)
-        counted = self._gate, self._in_common, self.figures, self._drafts, self.pulls
+        counted = self._gate, self._in_common, self.figures, self._drafts, self.pulls, self._chunk_turns
         self._reports = Reports(cache, self.carried, *counted)
         self.tiers = tiers
         if tiers is not None:

@@ -12,6 +12,7 @@ from services.engine.paged.model_runner import RunnerFailed
 from services.engine.paged.pulls import Pulls
 from services.engine.paged.sequence import Phase, Sequence
 from services.engine.paged.step_time import StepTimes
+from services.engine.paged.waiting_queue import ChunkTurns
 from services.kv.carried_cache import CarriedCache
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import CacheEvents, PageBooks
@@ -77,11 +78,13 @@ class Reports:
     figures: StepFigures
     drafts: DraftCounts
     pulls: Pulls
+    turns: ChunkTurns
 
     def load(self, active: Collection[Sequence], num_kept: int, retractions: int) -> RankLoad:
         gate, carried = self.gate, self.carried
         pending = sum(s.uncomputed_tokens for s in gate)
-        pending += sum(s.remaining_tokens for s in active if s.phase is Phase.COMPUTING)
+        computing, limits = [s for s in active if s.phase is Phase.COMPUTING], self.figures.limits
+        pending += sum(s.remaining_tokens for s in computing)
         decoding = sum([s.phase is Phase.DECODING for s in active])
         return RankLoad(
             running=len(active) + num_kept,
@@ -89,6 +92,7 @@ class Reports:
             admitted_per_s=gate.admitted_per_s,
             pending_tokens=pending,
             common_tokens=self.in_common.tokens(gate, active),
+            overtaken=self.turns.overtaken(computing, limits.shorter_first, limits.chunk_size),
             waiting_tokens=sum(s.uncached_tokens for s in gate),
             books=self.cache.books(),
             step_s=self.figures.step_s,

@@ -29,6 +29,7 @@ from types import MappingProxyType
 from services.engine.paged.admitting import Newcomer, Patience, next_admission
 from services.engine.paged.fair_share import FairShare
 from services.engine.paged.sequence import RUNNING, Phase, Sequence
+from services.values.rank_reports import Overtaken, overtaken_of
 
 
 class WaitingQueue:
@@ -287,8 +288,7 @@ class ChunkTurns:
 
     def line(self, computing: Collection[Sequence], shorter_first: float) -> list[Sequence]:
         for seq in computing:
-            if seq.due_tokens is None:
-                seq.due_tokens = seq.came_tokens + shorter_first * seq.remaining_tokens
+            seq.due_tokens = _due_tokens(seq, shorter_first)
         if not self._shares.is_on:
             line = in_turn(computing, {}, self._served_at)
         else:
@@ -296,6 +296,25 @@ class ChunkTurns:
             self._shares.serves(line[0].started_at if line else None)
         self._note_served(line)
         return _by_due(line) if shorter_first else line
+
+    def overtaken(
+        self, computing: Collection[Sequence], shorter_first: float, chunk_size: int
+    ) -> tuple[Overtaken, ...]:
+        """Return the prompts that a newcomer goes before, if it has few enough tokens.
+
+        The first chunk of the one that is due first is left out: it is computed at once.
+        """
+        if not shorter_first or not computing:
+            return ()
+        due = {seq: _due_tokens(seq, shorter_first) for seq in computing}
+        first = min(due, key=due.__getitem__)
+        return overtaken_of(
+            (
+                (due_tokens - self._came_tokens) / (1 + shorter_first),
+                seq.remaining_tokens - (chunk_size if seq is first else 0),
+            )
+            for seq, due_tokens in due.items()
+        )
 
     def _place(self, seq: Sequence) -> tuple[int, float, int, float, int]:
         """A prompt that has begun goes on before those that were let in later, but for a tenant that came
@@ -315,13 +334,19 @@ def _by_due(line: list[Sequence]) -> list[Sequence]:
     own: dict[tuple[int, str], list[Sequence]] = {}
     for seq in line:
         own.setdefault((seq.request.priority, tenant_of(seq)), []).append(seq)
-    turns = {group: iter(sorted(sequences, key=_due_tokens)) for group, sequences in own.items()}
+    turns = {group: iter(sorted(sequences, key=_due)) for group, sequences in own.items()}
     return [next(turns[seq.request.priority, tenant_of(seq)]) for seq in line]
 
 
-def _due_tokens(seq: Sequence) -> float:
+def _due(seq: Sequence) -> float:
     assert seq.due_tokens is not None
     return seq.due_tokens
+
+
+def _due_tokens(seq: Sequence, shorter_first: float) -> float:
+    if seq.due_tokens is not None:
+        return seq.due_tokens
+    return seq.came_tokens + shorter_first * seq.remaining_tokens
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:

@@ -174,7 +174,7 @@ class DecodeCandidate(NamedTuple):
 
     id: RankId
     hit_tokens: int  # the expected decode_prefix_len under plan remote
-    pending_tokens: int  # queued or being computed there
+    pending_tokens: int  # queued or being computed there, before this prompt
     prefill_tokens_per_s: float
     running: int  # the number of running sequences
     token_s: float  # the seconds between two tokens of a sequence
@@ -195,6 +195,8 @@ class DecodeCandidate(NamedTuple):
     sources: tuple[SourceCandidate, ...] = ()  # for plan local
     brought: Brought | None = None  # for plan local, without a source
     back_s: float = inf  # the time to bring a token back up that it evicts; infinite where no tier keeps it
+    passed_tokens: int = 0  # the pending tokens of prompts that this one goes before
+    passed_prompts: int = 0
 
     @property
     def reused_tokens(self) -> int:
@@ -252,6 +254,8 @@ class PrefillCandidate(NamedTuple):
     sources: tuple[SourceCandidate, ...] = ()
     brought: Brought | None = None
     back_s: float = inf
+    passed_tokens: int = 0
+    passed_prompts: int = 0
 
     @property
     def reused_tokens(self) -> int:

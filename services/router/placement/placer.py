@@ -42,10 +42,9 @@ from services.router.placement.rank_snapshot import (
     as_prefills,
     back_s,
     common_layout,
-    usual_rates,
 )
 from services.router.placement.sources import Holder, PullSources
-from services.router.ranks.balance import Balance
+from services.router.ranks.balance import Balance, usual_rates
 from services.router.ranks.learned import Arrivals, PaidWaits
 from services.router.ranks.rank_order import Load, LoadOrder, Share
 from services.values.errors import IsthmusError, NoCapacity, Unavailable
@@ -470,7 +469,7 @@ class Placer:
     def _load(self, key: RankKey, rank: Registration) -> Load:
         """Return the load, which includes the cost of a prompt of usual length that hits nothing there."""
         now = self._balance.now(key)
-        load_s = now.pending_tokens / now.tokens_per_s
+        load_s = now.before(_USUAL_TOKENS)[0] / now.tokens_per_s
         books, page_size = now.load.books, rank.layout.page_size
         if books.total > 0:
             lacking = max(0, _USUAL_TOKENS - books.free * page_size)

@@ -1,8 +1,8 @@
 """These formulas give the price of serving a request with given ranks, as named terms in seconds. Pure.
 
     remote  T = wait_prefill + pull + max(compute, transfer) + last_chunk + carried + overhead + occupy
-                + evict_prefill + lend + at_decode
-    local   T = pull + compute + occupy + lend + at_decode
+                + overtake + evict_prefill + lend + at_decode
+    local   T = pull + compute + occupy + overtake + lend + at_decode
     at_decode = wait_decode + wait_room + evict_decode + itl + outgrow
 
 Each rank that computes is priced without a source and with each of its sources. A pull runs while the request
@@ -222,6 +222,8 @@ class PriceList:
         wait_s, occupy_s = prefill.pending_tokens / rate, self.occupy_s(compute_s, rate)
         evict_s = self.evict_s(prefill, evicted) if evicted else 0.0
         fixed_s = wait_s + occupy_s + evict_s
+        if prefill.passed_prompts:
+            fixed_s += prefill.passed_prompts * compute_s
         if source is not None:
             fixed_s += sum(self.pull(source, wait_s))
         elif prefill.brought is not None:
@@ -245,7 +247,7 @@ class PriceList:
             shortage = max(0, lacking - decode.evictable_tokens)
             room_s = shortage * decode.token_s / max(1, decode.running)
             evict_s = self.evict_s(decode, min(lacking, decode.evictable_tokens))
-        late_s, itl_s = self.beside(wait_s, decode)
+        late_s, itl_s = self.beside(wait_s + decode.passed_tokens / decode.prefill_tokens_per_s, decode)
         at_decode_s = late_s + room_s + evict_s + itl_s + outgrow_s
         return Receiver(wait_s, room_s, evict_s, outgrow_s, at_decode_s, delta, uncached, decode)
 
@@ -257,7 +259,10 @@ class PriceList:
 
     def local_terms(self, receiver: Receiver, source: SourceCandidate | None = None) -> dict[str, float]:
         decode, uncached = receiver.decode, receiver.uncached if source is None else self.uncached(source)
-        compute_s = uncached / decode.prefill_tokens_per_s
+        compute_s, passed_s = (
+            uncached / decode.prefill_tokens_per_s,
+            decode.passed_tokens / decode.prefill_tokens_per_s,
+        )
         return {
             "wait_decode": receiver.wait_s,
             **self.up_terms(decode, source, receiver.wait_s),
@@ -265,7 +270,8 @@ class PriceList:
             "occupy": self.occupy_local_s(compute_s, decode.prefill_tokens_per_s),
             "wait_room": receiver.room_s,
             "evict_decode": receiver.evict_s,
-            "itl": self.weights.itl_weight * decode.running * compute_s,
+            "itl": self.weights.itl_weight * (decode.running * compute_s + passed_s),
+            "overtake": decode.passed_prompts * compute_s,
             "outgrow": receiver.outgrow_s,
         }
 
@@ -285,7 +291,9 @@ class PriceList:
 
     def remote_terms(self, receiver: Receiver, sender: Sender, bytes_per_s: float) -> dict[str, float]:
         transfer_s, last_chunk_s = self.transfer(receiver, bytes_per_s)
-        wait_s, itl_s = self.beside(receiver.wait_s, receiver.decode)
+        decode, prefill = receiver.decode, sender.prefill
+        beside_s = receiver.wait_s + decode.passed_tokens / decode.prefill_tokens_per_s
+        wait_s, itl_s = self.beside(beside_s, decode)
         carried = {"carried": self.carried_s(bytes_per_s)} if self.request.carried_bytes else {}
         return {
             "wait_prefill": sender.wait_s,
@@ -295,6 +303,7 @@ class PriceList:
             **carried,
             "overhead": self.weights.remote_overhead_s,
             "occupy": sender.occupy_s,
+            "overtake": prefill.passed_prompts * sender.compute_s,
             "evict_prefill": sender.evict_s,
             "wait_decode": wait_s,
             "wait_room": receiver.room_s,
@@ -360,9 +369,10 @@ class PriceList:
         wait_s, room_s, evict_s, outgrow_s, _, _, _, decode = receiver
         rate = decode.prefill_tokens_per_s
         compute_s = uncached / rate
-        itl_s = self.weights.itl_weight * decode.running * compute_s
+        itl_s = self.weights.itl_weight * (decode.running * compute_s + decode.passed_tokens / rate)
         occupy_s = self.occupy_local_s(compute_s, rate)
-        return wait_s + compute_s + occupy_s + room_s + evict_s + itl_s + outgrow_s
+        overtake_s = decode.passed_prompts * compute_s
+        return wait_s + compute_s + occupy_s + room_s + evict_s + itl_s + overtake_s + outgrow_s
 
     def priced(self, option: Option) -> Priced:
         receiver, prefill, source = self.receiver(option.decode), option.prefill, option.source

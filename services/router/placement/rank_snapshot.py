@@ -29,8 +29,6 @@ from services.values.rank_reports import RankLoad, Registration
 # A tier of which nothing was read yet is assumed to be read so fast.
 _MEMORY_BYTES_PER_S, _FILE_BYTES_PER_S = 4e9, 5e8
 _LOOK_S = 0.01  # A rank may first have to look what others' files hold.
-# Ranks whose measured rates differ by less are taken to be equally fast.
-_RATE_NOISE = 0.1
 
 
 def what_must_agree(layout: KvLayout) -> KvLayout:
@@ -75,18 +73,6 @@ def common_adapters(decodes: Sequence[Registration], prefills: Sequence[Registra
         return receivers[adapter] * senders[adapter], receivers[adapter], adapter.digest
 
     return {adapter.name: adapter for adapter in sorted(receivers, key=pairs)}
-
-
-def usual_rates(nows: Sequence[RankNow]) -> list[float]:
-    """Return how fast each of these ranks computes prompts; those about as fast as most are equally fast.
-
-    Otherwise the rank that measured a little more than other idle ones would be the cheapest again and
-    again, and the pools of the others would be of no use.
-    """
-    rates = [now.tokens_per_s for now in nows]
-    usual = sorted(rates)[len(rates) // 2] if rates else 0.0
-    least, most = usual * (1 - _RATE_NOISE), usual * (1 + _RATE_NOISE)
-    return [usual if least <= rate <= most else rate for rate in rates]
 
 
 class RankSnapshot:
@@ -290,6 +276,16 @@ class FilesInReach:
         return 0
 
 
+def _before(now: RankNow, hit: Hit, prompt_tokens: int) -> tuple[int, int, int]:
+    """Return what `RankNow.before` does of a prompt with that hit, if nothing is pulled."""
+    if not now.load.overtaken:
+        return now.pending_tokens, 0, 0
+    found = hit.worth if hit.resume is None else hit.resume
+    if hit.brought is not None:
+        found = max(found, hit.brought.tokens)
+    return now.before(max(1, prompt_tokens - found))
+
+
 # It is a rank that was found, with its hit, its load, and how fast it is taken to be.
 Seen = tuple[Found, Hit, RankNow, float]
 
@@ -326,13 +322,13 @@ def as_decodes(
             brought,
             # Where all of it fits in free pages nothing is evicted.
             inf if tiers is None or prompt_tokens <= free else back_s(tiers, rank, load),
+            passed_tokens,
+            passed_prompts,
         )
-        for (
-            (key, rank, _),
-            (matched, worth, matched_resume, resume, brought),
-            (load, pending_tokens, queued, running, tokens_per_s, is_measured),
-            rate,
-        ) in seen
+        for (key, rank, _), hit, now, rate in seen
+        for matched, worth, matched_resume, resume, brought in (hit,)
+        for load, _, queued, running, tokens_per_s, is_measured in (now,)
+        for pending_tokens, passed_tokens, passed_prompts in (_before(now, hit, prompt_tokens),)
     ]
 
 
@@ -360,13 +356,13 @@ def as_prefills(
             brought,
             # Where all of it fits in free pages nothing is evicted.
             inf if tiers is None or prompt_tokens <= free else back_s(tiers, rank, load),
+            passed_tokens,
+            passed_prompts,
         )
-        for (
-            (key, rank, _),
-            (matched, worth, matched_resume, resume, brought),
-            (load, pending_tokens, queued, _, tokens_per_s, is_measured),
-            rate,
-        ) in seen
+        for (key, rank, _), hit, now, rate in seen
+        for matched, worth, matched_resume, resume, brought in (hit,)
+        for load, _, queued, _, tokens_per_s, is_measured in (now,)
+        for pending_tokens, passed_tokens, passed_prompts in (_before(now, hit, prompt_tokens),)
     ]
 
 

@@ -31,6 +31,9 @@ _NO_FAULT = "evicted"  # The index was wrong, and learns it; the source is not t
 
 _LEAST_WAITED = 0.1  # A request that waited for a greater share of its time says little of a rank's speed.
 
+# Ranks whose measured rates differ by less are taken to be equally fast.
+_RATE_NOISE = 0.1
+
 _NO_LOAD = RankLoad()
 
 
@@ -44,9 +47,30 @@ class RankNow(NamedTuple):
 
     @property
     def compute_wait_s(self) -> float:
-        """Return the seconds until the rank computes the next prompt, or 0 where its rate was
-        never measured."""
-        return self.pending_tokens / self.tokens_per_s if self.is_measured else 0.0
+        """Return the seconds until the rank computes the next prompt, if that is short, or 0 where its rate
+        was never measured."""
+        return self.before(0)[0] / self.tokens_per_s if self.is_measured else 0.0
+
+    def before(self, tokens: int) -> tuple[int, int, int]:
+        """Return the pending tokens before a prompt with so many to compute, those after it, and the prompts
+        after it."""
+        if not self.load.overtaken:
+            return self.pending_tokens, 0, 0
+        passed, prompts = self.load.passed_by(tokens)
+        passed = min(passed, self.pending_tokens)
+        return self.pending_tokens - passed, passed, prompts
+
+
+def usual_rates(nows: Sequence[RankNow]) -> list[float]:
+    """Return how fast each of these ranks computes prompts; those about as fast as most are equally fast.
+
+    Otherwise the rank that measured a little more than other idle ones would be the cheapest again and
+    again, and the pools of the others would be of no use.
+    """
+    rates = [now.tokens_per_s for now in nows]
+    usual = sorted(rates)[len(rates) // 2] if rates else 0.0
+    least, most = usual * (1 - _RATE_NOISE), usual * (1 + _RATE_NOISE)
+    return [usual if least <= rate <= most else rate for rate in rates]
 
 
 class Liveness(StrEnum):

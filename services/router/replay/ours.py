@@ -15,9 +15,9 @@ from services.router.placement.price import PriceWeights
 from services.router.ranks.balance import Balance
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
-from services.router.replay.ranks import MODEL, DecodeRank, Job, Rank
+from services.router.replay.ranks import MODEL, DecodeRank, Rank
 from services.router.replay.setting import Timing
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 from services.values.kv import BlockHash, CacheEvents, GroupKind, KvGroup, KvLayout
 from services.values.rank import Plan, RankAddress, RankId, RankKey, Role
 from services.values.rank_reports import LENDS, NO_CHECKPOINTS, PULLS, Coming, Registration

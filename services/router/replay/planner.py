@@ -20,10 +20,11 @@ from operator import add
 
 from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import Fleet, Observation, Observed
-from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
+from services.router.replay.ranks import DecodeRank, PrefillRank, Rank
 from services.router.replay.replay import Replay
 from services.router.replay.setting import Setting
 from services.router.replay.speeds import FittedSpeeds, speeds_of
+from services.router.replay.workload import Job
 from services.values.rank import Plan
 
 MOST_REQUESTS = 800

@@ -16,7 +16,8 @@ from services.kv.prefix_cache import SequencePages
 from services.values.request import Pulled
 
 if TYPE_CHECKING:
-    from services.router.replay.ranks import Job, Rank
+    from services.router.replay.ranks import Rank
+    from services.router.replay.workload import Job
 
 # The bounds are those of services/engine/paged/pulls.py and of services/engine/paged/shell/pulling.py.
 MOST_SHARE, MOST_GRANTS = 8, 8

@@ -13,8 +13,8 @@ of TraceRequest.answered; none for the trace, which does not say which blocks it
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
 
 from services.kv.block_hash import scope_seed
@@ -24,55 +24,12 @@ from services.router.replay.events import Events
 from services.router.replay.pulls import SimulatedPulls
 from services.router.replay.resuming import Resuming
 from services.router.replay.setting import Timing
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import RankId
-from services.values.rank_reports import RankLoad
-from services.values.request import Pulled
+from services.values.rank_reports import RankLoad, overtaken_of
 
 MODEL = "sim"
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request on its way through two ranks."""
-
-    request: TraceRequest
-    decode: "DecodeRank"
-    prefill: "PrefillRank | None"
-    on_first_token: "Callable[[Job], None]"
-    on_end: "Callable[[Job], None]"
-    pending_tokens: int = 0  # as the rank counts them
-    due_tokens: float = 0.0
-    rank_tokens: int = 0  # as Admitted has them
-    done_tokens: int = -1  # those computed, and those found; -1 before it begins
-    common_tokens: int = 0  # of these, that prompts before it bring
-    decode_blocks: int = 0  # matched
-    resumed_blocks: int = 0  # not computed by who computes
-    brought_blocks: int = 0  # of these, read from its tier
-    pulled_blocks: int = 0  # of these, written by its source
-    source: "Rank | None" = None
-    source_blocks: int = 0  # that the source is to hold
-    pulled: Pulled | None = None  # what came of that
-    borders: Sequence[int] = ()  # where that one keeps states
-    computed_tokens: int = 0
-    delta_tokens: int = 0
-    queued_s: float = 0.0
-    decode_queue_s: float = 0.0  # until it had the pages to receive into
-    prefill_queue_s: float = 0.0  # until its first chunk, but for the pull
-    began_s: float = 0.0  # that chunk
-    computed_s: float = 0.0
-    transfer_s: float = 0.0
-    first_token_s: float = 0.0
-    ended_s: float = 0.0
-
-    @property
-    def has_begun(self) -> bool:
-        return self.done_tokens >= 0
-
-    @property
-    def left_tokens(self) -> int:
-        return self.request.prompt_tokens - self.done_tokens
 
 
 class Rank(ABC):
@@ -336,9 +293,17 @@ class Rank(ABC):
             common_tokens=self._common_tokens,
             books=self.cache.books(),
             prefill_tokens_per_s=self.timing.reported_tokens_per_s,
+            overtaken=overtaken_of(self._overtaken()) if self.timing.shorter_first else (),
             granted_pages=self.pulls.granted_pages,
             memory_tier_bytes_per_s=self.timing.tier_bytes_per_s if self.tier is not None else 0.0,
         )
+
+    def _overtaken(self) -> Iterator[tuple[float, int]]:
+        under_way = () if self._current is None else (self._current,)
+        for job in (*self._queue, *self._ready, *under_way):
+            left = job.left_tokens if job.has_begun else job.pending_tokens
+            chunk = self._chunk_tokens if job is self._current else 0
+            yield (job.due_tokens - self._came_tokens) / (1 + self.timing.shorter_first), left - chunk
 
 
 class PrefillRank(Rank):

@@ -9,9 +9,9 @@ from typing import Protocol
 from services.router.ranks.rank_order import Share
 from services.router.replay.events import Events
 from services.router.replay.ours import Ours, Pins, SimulatedFleet
-from services.router.replay.ranks import DecodeRank, Job, PrefillRank, Rank
+from services.router.replay.ranks import DecodeRank, PrefillRank, Rank
 from services.router.replay.setting import Setting
-from services.router.replay.workload import TraceRequest
+from services.router.replay.workload import Job, TraceRequest
 from services.values.kv import CacheEvents
 from services.values.rank import Generation, Plan, RankId
 

@@ -1,6 +1,13 @@
 """The requests that are replayed have index blocks in place of tokens."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.values.request import Pulled
+
+if TYPE_CHECKING:
+    from services.router.replay.ranks import DecodeRank, PrefillRank, Rank
 
 BLOCK_TOKENS = 512  # of the trace and of made-up requests
 
@@ -45,3 +52,45 @@ class TraceRequest:
     def found_tokens(self, blocks: int, block_tokens: int) -> int:
         """Return the tokens that are found where so many blocks are."""
         return blocks * block_tokens + (self.common_tokens if blocks == self.common_blocks else 0)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request on its way through two ranks."""
+
+    request: TraceRequest
+    decode: "DecodeRank"
+    prefill: "PrefillRank | None"
+    on_first_token: "Callable[[Job], None]"
+    on_end: "Callable[[Job], None]"
+    pending_tokens: int = 0  # as the rank counts them
+    due_tokens: float = 0.0
+    rank_tokens: int = 0  # as Admitted has them
+    done_tokens: int = -1  # those computed, and those found; -1 before it begins
+    common_tokens: int = 0  # of these, that prompts before it bring
+    decode_blocks: int = 0  # matched
+    resumed_blocks: int = 0  # not computed by who computes
+    brought_blocks: int = 0  # of these, read from its tier
+    pulled_blocks: int = 0  # of these, written by its source
+    source: "Rank | None" = None
+    source_blocks: int = 0  # that the source is to hold
+    pulled: Pulled | None = None  # what came of that
+    borders: Sequence[int] = ()  # where that one keeps states
+    computed_tokens: int = 0
+    delta_tokens: int = 0
+    queued_s: float = 0.0
+    decode_queue_s: float = 0.0  # until it had the pages to receive into
+    prefill_queue_s: float = 0.0  # until its first chunk, but for the pull
+    began_s: float = 0.0  # that chunk
+    computed_s: float = 0.0
+    transfer_s: float = 0.0
+    first_token_s: float = 0.0
+    ended_s: float = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        return self.done_tokens >= 0
+
+    @property
+    def left_tokens(self) -> int:
+        return self.request.prompt_tokens - self.done_tokens

@@ -35,6 +35,7 @@ def test_terms_of_a_remote_placement():
         "last_chunk": 0.1,
         "overhead": 0.005,
         "occupy": 2 * 0.2,  # two wait even where the wait is shortest
+        "overtake": 0.0,
         "evict_prefill": 0.5 * 1_500 / 10_000,
         "wait_decode": 0.05 * 0.1,
         "wait_room": 0.0,
@@ -42,6 +43,21 @@ def test_terms_of_a_remote_placement():
         "itl": 0.05 * 4 * 0.02,
         "outgrow": 0.0,
     }
+
+
+def test_who_is_overtaken_waits_and_slows_the_answer(subtests):
+    """A prompt of 1,000 tokens to compute goes before three that have 20,000 together."""
+    passing = dict(hit_tokens=3_000, passed_tokens=20_000, passed_prompts=3)
+    with subtests.test("they wait while it is computed; at the decode rank its tokens come late beside them"):
+        decision = choose(request(plans=LOCAL), [decode(0, running=4, **passing)])
+        terms = dict(decision.chosen.terms)
+        assert terms["wait_decode"] == 0.0 and terms["overtake"] == pytest.approx(3 * 0.2)
+        assert terms["itl"] == pytest.approx(0.05 * (4 * 0.2 + 20_000 / 5_000))
+    with subtests.test("a prefill rank's are overtaken alone, and a decode rank's slow it alone"):
+        ranks = [decode(0, passed_tokens=20_000, passed_prompts=3)], [prefill(0, **passing)]
+        terms = dict(choose(request(plans=REMOTE), *ranks).chosen.terms)
+        assert terms["wait_prefill"] == 0.0 and terms["overtake"] == pytest.approx(3 * 0.1)
+        assert terms["wait_decode"] == pytest.approx(0.05 * 20_000 / 5_000)
 
 
 def test_a_copy_costs_those_that_come_while_it_is_computed():
@@ -80,6 +96,7 @@ def test_terms_of_a_local_placement():
         "wait_decode": 0.1,
         "compute": 0.2,
         "occupy": 0.0,  # another rank is idle
+        "overtake": 0.0,
         "wait_room": 0.0,
         "evict_decode": 0.0,
         "itl": 0.05 * 4 * 0.2,

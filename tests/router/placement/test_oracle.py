@@ -48,7 +48,7 @@ def price_with(asked, weights, d, p, able, source) -> float:
     evict_s = weights.evict_weight * len(peers) / sum(peer.prefill_tokens_per_s for peer in peers)
     delta = max(0, asked.prompt_tokens - d.hit_tokens)
     lacking = max(0, delta - d.free_tokens)
-    wait = d.pending_tokens / d.prefill_tokens_per_s
+    wait, passed = d.pending_tokens / d.prefill_tokens_per_s, d.passed_tokens / d.prefill_tokens_per_s
     price = evict_s * min(lacking, d.evictable_tokens) + outgrow(asked, weights, d, peers)
     price += max(0, lacking - d.evictable_tokens) * d.token_s / max(1, d.running)
     if source is not None:
@@ -57,7 +57,8 @@ def price_with(asked, weights, d, p, able, source) -> float:
     if p is None:
         uncached = asked.prompt_tokens - min(resumed(d, source), asked.prompt_tokens - 1)
         compute = uncached / d.prefill_tokens_per_s
-        return price + wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
+        price += wait + compute * (1 + occupy(weights, decodes) + weights.itl_weight * d.running)
+        return price + d.passed_prompts * compute + weights.itl_weight * passed
     uncached = asked.prompt_tokens - min(resumed(p, source), asked.prompt_tokens - 1)
     compute = uncached / p.prefill_tokens_per_s
     per_token = asked.kv_bytes_per_token / BANDWIDTH
@@ -66,8 +67,8 @@ def price_with(asked, weights, d, p, able, source) -> float:
     price += asked.carried_bytes / BANDWIDTH
     missing = max(0, asked.prompt_tokens - p.hit_tokens - p.free_tokens)
     price += evict_s * min(missing, p.evictable_tokens)
-    price += weights.itl_weight * (wait + d.running * d.token_s)
-    return price + weights.remote_overhead_s
+    price += weights.itl_weight * (wait + passed + d.running * d.token_s)
+    return price + p.passed_prompts * compute + weights.remote_overhead_s
 
 
 def able_ranks(decodes, prefills) -> tuple[list[DecodeCandidate], list[PrefillCandidate]]:
@@ -167,7 +168,7 @@ def decode_ranks(draw) -> list[DecodeCandidate]:
         for rank in ranks
     ]
     ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
-    return pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting]))))
+    return passing(draw, pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting])))))
 
 
 @st.composite
@@ -177,7 +178,18 @@ def prefill_ranks(draw) -> list[PrefillCandidate]:
     ranks = [PrefillCandidate(RankId("prefill", i, Generation(i)), *state) for i, state in enumerate(drawn)]
     waiting = [rank._replace(compute_wait_s=draw(waits)) for rank in ranks]
     ranks, waiting = resuming(draw, ranks), resuming(draw, waiting)
-    return pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting]))))
+    return passing(draw, pulling(draw, shared_out(draw, draw(st.sampled_from([ranks, waiting])))))
+
+
+def passing(draw, ranks) -> list:
+    """None of them has prompts that the request goes before, or each has up to two."""
+    if not draw(st.booleans()):
+        return ranks
+    passed = st.sampled_from([(0, 0), (700, 1), (9_000, 2)])
+    return [
+        rank._replace(passed_tokens=tokens, passed_prompts=prompts)
+        for rank, (tokens, prompts) in ((rank, draw(passed)) for rank in ranks)
+    ]
 
 
 def pulling(draw, ranks) -> list:

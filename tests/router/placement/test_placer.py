@@ -1,13 +1,16 @@
 """These tests show where requests go that come at once, by one router or by two."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from router.placement.known_cluster import BLOCK, Router, chains
 from services.router.placement.price import PriceWeights
 from services.router.ranks.rank_order import Share
+from services.values.errors import NoCapacity
 from services.values.rank import Plan, RankKey
+from services.values.rank_reports import Overtaken
 
 
 def test_requests_that_come_at_once_spread_over_many_idle_ranks():
@@ -37,6 +40,33 @@ def test_two_routers_that_know_nothing_of_each_other_choose_different_ranks(subt
                         router.placer.sent(str(number), chains(0), asked.prompt_tokens, decision)
                         chosen.append(getattr(decision.chosen, side).id.key)
                 assert len(set(chosen)) == 4, plan
+
+
+def test_a_short_prompt_goes_where_it_overtakes_what_waits(subtests):
+    router = Router(2, 1, PriceWeights())
+    long = (Overtaken(30_000, 40_000, 1),)
+    router.waits(router.decodes[0], 40_000, overtaken=long)
+    router.waits(router.decodes[1], 4_000)
+    router.waits(router.prefills[0], 60_000, overtaken=long)
+    for plan, num_blocks, chosen, wait_tokens in [
+        (Plan.LOCAL, 1, 0, 0),
+        (Plan.LOCAL, 600, 1, 4_000),
+        (Plan.REMOTE, 1, 1, 20_000),
+    ]:
+        with subtests.test(plan=plan, num_blocks=num_blocks):
+            about = dict(hashes=chains(0), prompt_tokens=num_blocks * BLOCK, plans=frozenset({plan}))
+            decision = router.placer.place(router.asked(**about), 0.5)
+            priced = decision.chosen
+            terms = dict(priced.terms)
+            wait_s = terms["wait_prefill" if priced.prefill else "wait_decode"]
+            assert priced.decode.id.rank == chosen
+            assert wait_s == pytest.approx(wait_tokens / 10_000)
+    with subtests.test("a limit of the wait is for what it waits for itself"):
+        router.waits(router.decodes[1], 40_000)
+        short = router.asked(hashes=chains(0), prompt_tokens=BLOCK, plans=frozenset({Plan.LOCAL}))
+        assert router.placer.place(replace(short, max_wait_s=1.0), 0.5).chosen.decode.id.rank == 0
+        with pytest.raises(NoCapacity):
+            router.placer.place(replace(short, prompt_tokens=31_000, max_wait_s=1.0), 0.5)
 
 
 def test_a_hot_prefix_spreads_when_its_rank_is_busy():

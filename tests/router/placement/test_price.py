@@ -25,6 +25,7 @@ def remote_s(asked, pricing, d, p) -> float:
     evicted = min(missing, p.evictable_tokens) if missing > 0 else 0
     wait_s = p.pending_tokens / p.prefill_tokens_per_s
     sender_s = wait_s + pricing.occupy * compute_s + evicted * pricing.evict_s_per_token
+    sender_s += p.passed_prompts * compute_s
     delta = max(0, asked.prompt_tokens - d.hit_tokens)
     last_chunk_s = min(delta, asked.chunk_tokens) * per_token
     fixed_s = at_decode_s(asked, pricing, d, delta) + last_chunk_s + asked.carried_bytes / bytes_per_s
@@ -42,7 +43,8 @@ def at_decode_s(asked, pricing, d, delta) -> float:
     if d.holds_tokens < most:
         likely = exp(-max(0, d.holds_tokens - asked.prompt_tokens) / WEIGHTS.usual_output_tokens)
         outgrow_s = likely * d.holds_tokens / pricing.tokens_per_s
-    late_s = WEIGHTS.itl_weight * (d.pending_tokens / d.prefill_tokens_per_s)
+    rate = d.prefill_tokens_per_s
+    late_s = WEIGHTS.itl_weight * (d.pending_tokens / rate + d.passed_tokens / rate)
     return late_s + room_s + evict_s + WEIGHTS.itl_weight * d.running * d.token_s + outgrow_s
 
 

@@ -10,7 +10,7 @@ from router.ranks.observed import D0, D1, P0, P1, Clock, hashes, known, moved, p
 from services.router.ranks.balance import Balance, Liveness
 from services.values.kv import PageBooks
 from services.values.rank import Plan, RankKey
-from services.values.rank_reports import RankLoad
+from services.values.rank_reports import Overtaken, RankLoad
 from services.values.request import Pulled
 
 
@@ -80,6 +80,24 @@ def test_what_prompts_have_in_common_counts_as_a_rank_tells_that_knows_it(balanc
         assert balance.now(D0).pending_tokens == pending
     clock.now += 0.5
     assert balance.now(D0).pending_tokens == 4_700
+
+
+def test_a_prompt_waits_for_those_alone_that_it_does_not_overtake(balance, clock):
+    overtaken = Overtaken(500, 3_000, 2), Overtaken(4_000, 9_000, 1)
+    load = RankLoad(pending_tokens=13_000, prefill_tokens_per_s=1_000.0, overtaken=overtaken)
+    balance.report(D0, load)
+    now = balance.now(D0)
+    assert [now.before(tokens) for tokens in (499, 500, 3_999, 4_000)] == [
+        (1_000, 12_000, 3),
+        (4_000, 9_000, 1),
+        (4_000, 9_000, 1),
+        (13_000, 0, 0),
+    ]
+    assert now.compute_wait_s == 1.0  # of one that is short enough
+    balance.sent("a", D0, None, 700)
+    assert balance.now(D0).before(100) == (1_700, 12_000, 3)  # It is not known yet where that one stands.
+    clock.now += 1  # The chunk under way may be over by now, and is of one of those that stay before it.
+    assert balance.now(D0).before(100) == (700, 12_000, 3)
 
 
 def test_what_a_report_has_not_seen_is_not_taken_off_it(balance, clock):

@@ -202,7 +202,7 @@ class Pulled(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., refused: _Optional[str] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class RankLoad(_message.Message):
-    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step", "granted_pages", "memory_tier_bytes_per_s", "file_tier_bytes_per_s", "tiers_off", "shared_tier_bytes_per_s", "common_tokens")
+    __slots__ = ("running", "waiting", "pending_tokens", "free_pages", "cached_pages", "used_pages", "quarantined_pages", "total_pages", "step_s", "prefill_tokens_per_s", "draining", "waiting_tokens", "admitted_per_s", "stalled", "kv_paths", "tokens_per_step", "granted_pages", "memory_tier_bytes_per_s", "file_tier_bytes_per_s", "tiers_off", "shared_tier_bytes_per_s", "common_tokens", "overtaken")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     PENDING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class RankLoad(_message.Message):
     TIERS_OFF_FIELD_NUMBER: _ClassVar[int]
     SHARED_TIER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     COMMON_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVERTAKEN_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     pending_tokens: int
@@ -247,7 +248,18 @@ class RankLoad(_message.Message):
     tiers_off: bool
     shared_tier_bytes_per_s: float
     common_tokens: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., granted_pages: _Optional[int] = ..., memory_tier_bytes_per_s: _Optional[float] = ..., file_tier_bytes_per_s: _Optional[float] = ..., tiers_off: _Optional[bool] = ..., shared_tier_bytes_per_s: _Optional[float] = ..., common_tokens: _Optional[int] = ...) -> None: ...
+    overtaken: _containers.RepeatedCompositeFieldContainer[Overtaken]
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., used_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., draining: _Optional[bool] = ..., waiting_tokens: _Optional[int] = ..., admitted_per_s: _Optional[float] = ..., stalled: _Optional[bool] = ..., kv_paths: _Optional[_Iterable[_Union[KvPath, _Mapping]]] = ..., tokens_per_step: _Optional[float] = ..., granted_pages: _Optional[int] = ..., memory_tier_bytes_per_s: _Optional[float] = ..., file_tier_bytes_per_s: _Optional[float] = ..., tiers_off: _Optional[bool] = ..., shared_tier_bytes_per_s: _Optional[float] = ..., common_tokens: _Optional[int] = ..., overtaken: _Optional[_Iterable[_Union[Overtaken, _Mapping]]] = ...) -> None: ...
+
+class Overtaken(_message.Message):
+    __slots__ = ("below_tokens", "tokens", "prompts")
+    BELOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    below_tokens: int
+    tokens: int
+    prompts: int
+    def __init__(self, below_tokens: _Optional[int] = ..., tokens: _Optional[int] = ..., prompts: _Optional[int] = ...) -> None: ...
 
 class KvPath(_message.Message):
     __slots__ = ("kind", "reach", "lanes")

@@ -22,6 +22,7 @@ from services.engine.paged.waiting_queue import (
     place_in_line,
     tenant_of,
 )
+from services.values.rank_reports import RankLoad
 from services.values.request import GenerationRequest, SamplingParams, TenantShare
 
 PATIENCE_S = Patience().deadline_s
@@ -369,6 +370,41 @@ def test_who_overtakes_a_prompt_has_a_bounded_part_of_its_tokens(came, shorter_f
             since += len(other.ids)
             if tenant_of(other) == tenant_of(seq) and place[other] < place[seq]:
                 assert since < shorter_first * len(seq.ids)
+
+
+@given(
+    st.lists(_CAME, min_size=1, max_size=8),
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.lists(st.integers(0, 60), min_size=8, max_size=8),
+    st.integers(1, 90),
+)
+def test_what_a_newcomer_is_told_to_overtake_it_does(came, shorter_first, done, tokens):
+    """It may overtake others, too: those that are told are told by the shortest of about their length."""
+    chunk, turns = 7, ChunkTurns(FairShare())
+
+    def come(number: int, num_tokens: int, computed: int = 0) -> Sequence:
+        seq = waiting(number, "a")
+        seq.ids, seq.computed, seq.phase = list(range(num_tokens)), computed, Phase.COMPUTING
+        seq.uncomputed_tokens = num_tokens
+        turns.came(seq)
+        return seq
+
+    pairs = zip(came, done, strict=False)
+    line = [
+        come(number, each.tokens, min(part, each.tokens - 1)) for number, (each, part) in enumerate(pairs)
+    ]
+    first = turns.line(line, shorter_first)[0]
+    told = turns.overtaken(line, shorter_first, chunk)
+    load = RankLoad(overtaken=told)
+    assert sum(each.prompts for each in told) <= len(line) and (shorter_first or not told)
+    passed, prompts = load.passed_by(tokens)
+    newcomer = come(len(line), tokens)
+    behind = turns.line([*line, newcomer], shorter_first)
+    behind = behind[behind.index(newcomer) + 1 :]
+    assert prompts <= len(behind)
+    assert passed <= sum(seq.remaining_tokens - (chunk if seq is first else 0) for seq in behind)
+    if prompts == len(line):
+        assert passed == sum(seq.remaining_tokens - (chunk if seq is first else 0) for seq in line)
 
 
 def test_who_gives_way_and_who_does_not(subtests):
