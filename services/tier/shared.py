@@ -23,6 +23,7 @@ import re
 import secrets
 import stat
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ class SharedFiles:
         self._is_full = False  # It was said that records of others are left out.
         self._left = 0  # So many records may yet be taken in by this look.
         self._seen: dict[bytes, Seen] = {}
+        self._forgotten: deque[bytes] = deque()
         self._also: dict[bytes, dict[int, Seen]] = {}  # Further places, by slot; for the tier's thread alone.
 
     def __repr__(self) -> str:
@@ -103,15 +105,19 @@ class SharedFiles:
         return self._seen.get(key)
 
     def forget(self, key: bytes, slot: int) -> None:
-        """Note that a block is not in this slot, as the last look but one may have said."""
+        """Note that a block is not in this slot, as the last look but one may have said, or came changed from
+        there. From the next look on it is found where else it is."""
         if (seen := self._seen.get(key)) is not None and seen.slot == slot:
             self._seen.pop(key, None)
+            self._forgotten.append(key)
 
     def look(self) -> None:
         """Learn what has changed. A file that fails is done without, and said once. Raises OSError."""
         if self._directory is None:
             return
         self._left = _MOST_RECORDS
+        while self._forgotten:
+            self._find_elsewhere(self._forgotten.popleft())
         if not self.name:
             with suppress(OSError):  # It was said at the start; routers do not know who reads what is here.
                 self.name = name_of(self._directory)
@@ -212,11 +218,15 @@ class SharedFiles:
         self._num_known -= 1
         at, also = file.first_slot + slot, self._also.get(key, {})
         also.pop(at, None)
-        if (seen := self._seen.get(key)) is None or seen.slot == at:
-            if also:
-                self._seen[key] = also.popitem()[1]
-            else:
-                self._seen.pop(key, None)
+        if (seen := self._seen.get(key)) is not None and seen.slot == at:
+            self._seen.pop(key, None)
+        self._find_elsewhere(key)
+
+    def _find_elsewhere(self, key: bytes) -> None:
+        """Let a block be found where else it is, if it is not found now."""
+        also = self._also.get(key, {})
+        if also and key not in self._seen:
+            self._seen[key] = also.popitem()[1]
         if not also:
             self._also.pop(key, None)
 

@@ -207,6 +207,12 @@ def test_a_block_that_two_files_have_is_found_while_one_has_it(tmp_path):
     store("d.2", 1, key)
     shared.forget(key, 10_000)
     assert shared.find(key) is not None, "it is another slot that has changed"
+    shared.forget(key, (came_changed := shared.find(key)).slot)
+    assert shared.find(key) is None
+    shared.look()
+    assert shared.find(key).slot != came_changed.slot, "the other one has it, too"
+    store("d.2", 1, KEYS[3])
+    store("d.2", 1, key)
     store("d.2", 1, KEYS[1])
     assert shared.find(key) is not None, "the first one has it yet"
     store("d.1", 0, KEYS[2])
