@@ -15,7 +15,7 @@ from collections.abc import Sequence as SequenceOf
 from services.engine.paged.admitting import Limits
 from services.engine.paged.carrying import Carrying
 from services.engine.paged.chunks import chunk_of, lacks_slot
-from services.engine.paged.core_events import Carried, Failed, Offered, Reported, Wanted
+from services.engine.paged.core_events import Carried, Failed, Reported, Wanted
 from services.engine.paged.core_reports import Reports, StepFigures
 from services.engine.paged.draft_chances import DraftCounts
 from services.engine.paged.drafters import Drafting, RoomAhead, Wish
@@ -436,9 +436,7 @@ class EngineCore:
         whole = seq.computed == len(seq.ids)
         end = seq.computed if whole else max(seq.computed, seq.stored) // self.page_size * self.page_size
         if end > seq.offered:
-            first, last = seq.offered // self.page_size, -(-end // self.page_size)
-            self._emit(seq, Offered(seq.transfer_id, seq.offered, end, tuple(seq.pages.pages[first:last])))
-            seq.offered = end
+            self._emit(seq, self.pulls.offer(seq, seq.transfer_id, end))
             if whole and not self.carried.is_empty:
                 self._emit(seq, Carried(seq.transfer_id, self.carried.units_of(seq.carried)))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from services.engine.paged import sequence
 from services.engine.paged.carrying import Carrying
-from services.engine.paged.core_events import Token, Wanted
+from services.engine.paged.core_events import Offered, Token, Wanted
 from services.engine.paged.gate import Gate
 from services.engine.paged.model_runner import DraftModel
 from services.engine.paged.sequence import Phase
@@ -219,11 +219,22 @@ class Pulls:
             pages = seq.pages.pages[seq.stored // page_size : -(-end // page_size)]
             self._draft.received(pages, end - seq.stored)
 
+    def offer(self, seq: sequence.Sequence, transfer_id: TransferId, end: int) -> Offered:
+        """Offer the pages up to `end`, which may be sent at once; what they lack of the draft model's KV
+        comes too late, if it is computed after all."""
+        assert seq.pages is not None
+        first, last = seq.offered // self._cache.page_size, -(-end // self._cache.page_size)
+        held = end if self._draft is None else self._draft.held_tokens(seq.pages.pages[:last])
+        if held < end:
+            seq.draft_sent = min(seq.draft_sent, held)
+        start, seq.offered = seq.offered, end
+        return Offered(transfer_id, start, end, tuple(seq.pages.pages[first:last]))
+
     def with_draft(self, seq: sequence.Sequence, first_token: Token) -> Token:
-        """Return the token that follows a prompt with how much of the prompt the draft model has."""
+        """Return the token that follows a prompt with how much of the draft model's KV was sent."""
         if self._draft is None or seq.pages is None:
             return first_token
-        return replace(first_token, draft_tokens=min(self._draft.held_tokens(seq.pages.pages), seq.computed))
+        return replace(first_token, draft_tokens=min(seq.draft_sent, seq.computed))
 
     # -- what may be written still --------------------------------------------------------------------
 

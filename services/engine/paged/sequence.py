@@ -22,6 +22,7 @@ ENDED can follow any phase (cancelled, failed). In the prefill role a sequence e
 pages stay until its transfer has ended (`transfer_open`).
 """
 
+import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -124,6 +125,7 @@ class Sequence:
     # It has the last common border with each sequence that was computing when this one began to, or later.
     common: "dict[Sequence, int]" = field(default_factory=dict)
     offered: int = 0  # In the prefill role the transfer has been offered the pages of these tokens.
+    draft_sent: int = sys.maxsize  # Of the tokens offered, the draft model had the KV of so many by then.
     transfer_open: bool = False
     submitted_s: float = 0.0
     admitted_s: float | None = None

@@ -134,6 +134,32 @@ async def test_prefill_says_how_much_it_sends_without_the_drafts_kv():
         await pair.assert_nothing_held()
 
 
+async def test_prefill_counts_the_drafts_kv_that_was_there_when_its_page_was_sent(subtests):
+    """Behind a checkpoint it computes cached tokens once more, whose pages are on their way by then."""
+    for lacking, told in [(5, 16), (2, 4), (None, 23)]:
+        with subtests.test(lacking=lacking):
+            settings = replace(ALWAYS, fake_carried="state:3", index_block=8)
+            async with Pair(settings, dp_size=2) as pair:
+                await pair.generate(PROMPT, 2)
+                prefill, draft_ends = core_of(pair.prefill), []
+                pages = [node.page for node in prefill.cache._tree.nodes() if node.depth == lacking]
+                prefill.runner.draft.validity.lent(pages)
+                decode = core_of(pair.decodes[1])
+                landed = decode.landed
+
+                def noting(seq, token, *, draft_end, landed=landed, ends=draft_ends):
+                    ends.append(draft_end)
+                    landed(seq, token, draft_end=draft_end)
+
+                decode.landed = noting
+                drafting = draft_with(decode)
+                answer = await pair.generate(PROMPT, 12, decode=1)
+                assert answer.tokens == right(PROMPT, 12, "state:3")
+                assert (answer.admitted.prefill_prefix_len, draft_ends) == (16, [told])
+                assert drafting.accepted == drafting.drafted > 5
+                await pair.assert_nothing_held()
+
+
 async def test_who_computes_the_draft(subtests):
     with subtests.test("decode catches up by slices"):
         # Of a prompt that came without the draft's KV a chunk a step; no drafts meanwhile.
