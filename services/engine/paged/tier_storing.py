@@ -342,7 +342,9 @@ class Storing:
     def _begin(self, store: Store) -> bool:
         if not self._thread.submit(store):
             self._give_up(store)
-            self._looks_again = True
+            self._looks_again = bool(self._pages or self._point_of)
+            if not self._looks_again:  # The thread's queue is full of others' copies.
+                self._looked_at = None
             return False
         self._num_kept += len(store.blocks)
         for _ in store.blocks:

@@ -807,6 +807,22 @@ def test_keeping_ends_and_what_is_kept_is_right(subtests):
             check_keeping(seed)
 
 
+def test_what_the_thread_has_no_room_for_is_stored_later(subtests):
+    for leaves in (True, False):
+        with subtests.test(leaves=leaves):
+            rank = TieredRank(num_pages=160 if leaves else 24, in_files=(True,))
+            rank.thread.takes = False
+            for nth in range(2):
+                rank.generate(prompt_of(nth, 40))
+            rank.tiers.storing.keep_all(leaves)
+            rank.turn()
+            assert rank.tiers.books.num_blocks == 0 and rank.tiers.idle_s is not None
+            rank.thread.takes = True
+            for _ in range(2):
+                rank.turn()
+            assert rank.tiers.books.num_blocks == 10 and rank.tiers.storing.has_kept_all
+
+
 def test_a_rank_that_leaves_does_not_rest_between_looks():
     rank = TieredRank(num_pages=160, in_files=(True,))
     rank.generate(prompt_of(1, 40))
