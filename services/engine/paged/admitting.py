@@ -204,7 +204,7 @@ class OutputEstimate:
         self._share = (self._share + 1.0) / 2
 
 
-_BESIDE_LAST = 8  # A prompt has this part of a chunk beside the last chunk of another.
+BESIDE_LAST = 8  # A prompt has this part of a chunk beside the last chunk of another.
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +225,4 @@ class Limits:
         """
         if not beside_last or left <= budget or not self.shorter_first:
             return budget
-        return min(budget, self.chunk_size // _BESIDE_LAST)
+        return min(budget, self.chunk_size // BESIDE_LAST)

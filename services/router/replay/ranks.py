@@ -30,6 +30,7 @@ from services.values.rank import RankId
 from services.values.rank_reports import RankLoad, overtaken_of
 
 MODEL = "sim"
+BESIDE_LAST = 8  # This is as in services/engine/paged/admitting.py.
 
 
 class Rank(ABC):
@@ -64,6 +65,7 @@ class Rank(ABC):
         self._current: Job | None = None
         self._pages: dict[Job, SequencePages] = {}
         self._chunk_tokens = 0
+        self._beside: tuple[Job, int] | None = None
         self._chunk_began_s = self._chunk_ends_s = 0.0
         self._reporting = self._flushing = False
 
@@ -205,20 +207,33 @@ class Rank(ABC):
         # To a block's end, so that whole blocks can be published, unless a block is larger than a chunk.
         aligned = (done + self.timing.chunk_tokens) // self.block_tokens * self.block_tokens
         self._chunk_tokens = min(left, max(0, aligned - done) or self.timing.chunk_tokens)
+        self._beside = self._beside_last() if self._chunk_tokens == left else None
         self._chunk_began_s = self.events.now
         took_s = self._chunk_s()
         self._chunk_ends_s = self.events.now + took_s
         self.busy_s += took_s
         self.events.after(took_s, self._chunk_ended)
 
+    def _beside_last(self) -> tuple[Job, int] | None:
+        """Return the overtaken prompt that goes on beside the last chunk of another, with its tokens."""
+        begun = [job for job in self._ready if job.has_begun]
+        room = self.timing.chunk_tokens // BESIDE_LAST
+        job = min(begun, key=_due_tokens, default=None)
+        return None if job is None or job.left_tokens <= room else (job, room)
+
     def _chunk_s(self) -> float:
-        return self.timing.chunk_step_s + self._chunk_tokens / self.timing.tokens_per_s
+        tokens = self._chunk_tokens + (0 if self._beside is None else self._beside[1])
+        return self.timing.chunk_step_s + tokens / self.timing.tokens_per_s
 
     def _chunk_ended(self) -> None:
         job, self._current = self._current, None
         assert job is not None
         job.done_tokens += self._chunk_tokens
         self._computed_tokens += self._chunk_tokens
+        if self._beside is not None:
+            other, tokens = self._beside
+            other.done_tokens += tokens
+            self._computed_tokens += tokens
         whole = not job.left_tokens
         num_blocks = len(job.request.blocks) if whole else job.done_tokens // self.block_tokens
         pages = self._pages[job]

@@ -7,7 +7,8 @@ from random import Random
 
 import pytest
 
-from services.router.replay import planner
+from services.engine.paged import admitting
+from services.router.replay import planner, ranks
 from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import (
     Fleet,
@@ -287,3 +288,7 @@ def test_how_many_ranks_are_enough(subtests, monkeypatch):
             advise(replace(seen, requests=()), goals)
         with pytest.raises(ValueError, match="above 0"):
             Goals(0.0, 0.05)
+
+
+def test_a_simulated_step_gives_who_goes_on_as_much_as_a_real_one():
+    assert ranks.BESIDE_LAST == admitting.BESIDE_LAST
