@@ -415,7 +415,7 @@ class Storing:
                 break
             self._num_moved += 1
         is_busy = self._num_moves or self._pages or self._point_of or self._moves_at_s is not None
-        is_busy = is_busy or self._books.has_late  # These cannot make room yet.
+        is_busy = is_busy or self._books.has_late or self._books.is_behind  # Room may be made yet.
         had_moved_all, self._has_moved_all = self._has_moved_all, not is_busy
         if self._has_moved_all and not had_moved_all and self._looks_after_move:
             self._looked_at, self._looks_after_move = None, False  # What is left in memory may be pushed out.

@@ -170,7 +170,8 @@ class Tiering:
     def idle_s(self) -> float | None:
         """Return the seconds until `turn` is due without any finished copy, or None where it is not due."""
         due_s = [fill.deadline_s for fill in self._fills.values()]
-        if self.books.has_events or self.books.has_late:  # A former life's blocks are not known yet.
+        # A former life's blocks are not known yet, or in which order others go.
+        if self.books.has_events or self.books.has_late or self.books.is_behind:
             due_s.append(0.0)
         if not self.is_lost and (look_at_s := self.storing.due_s) is not None:
             due_s.append(look_at_s)
@@ -304,6 +305,7 @@ class Tiering:
         now_s, num_fills = self._clock(), len(self._fills)
         self._take_ended()
         self.books.take_in(_TAKEN_IN)
+        self.books.put_in_order()
         waited = [fill for fill in self._fills.values() if self._has_waited(fill, now_s)]
         late = [fill for fill in self._fills.values() if fill.load is not None and now_s >= fill.deadline_s]
         for fill in waited:

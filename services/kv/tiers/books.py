@@ -140,6 +140,16 @@ class TierBooks:
     def has_late(self) -> bool:
         return bool(self._late)
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether a move may have found nothing only because a tier's order is not known yet."""
+        return any(order.is_behind for order in self._farther)
+
+    def put_in_order(self) -> None:
+        for order in self._farther:
+            if order.is_behind:
+                order.first(lambda block: True)
+
     def take_in(self, most: int) -> None:
         """Take over some of the records that were found late, as the least recently used blocks."""
         for _ in range(min(most, len(self._late))):

@@ -32,6 +32,7 @@ class UseOrder(Generic[T]):
         # Each block is here once, where its use has it or has had it, and some that have left. `used`, depth
         # and number are in one int, as half a million tuples would keep the garbage collector busy.
         self._heap: list[int] = []
+        self.is_behind = False  # The last call had too many to put back.
 
     def __repr__(self) -> str:
         return f"UseOrder({len(self._blocks)} blocks)"
@@ -58,7 +59,7 @@ class UseOrder(Generic[T]):
         """Return the first block that may go; None if none of the first few may, or of those whose `used` is
         at most `most_used`.
 
-        It is None as well where many blocks were used since: then the next call goes on.
+        It is None as well where many blocks were used since: then it `is_behind`, and the next call goes on.
         """
         aside, left, found = list[int](), _MOST_PUT_BACK, None
         while self._heap and left and len(aside) < MOST_LOOKED_AT:
@@ -79,6 +80,7 @@ class UseOrder(Generic[T]):
                 aside.append(heappop(self._heap))
         for entry in aside:
             heappush(self._heap, entry)
+        self.is_behind = left == 0
         return found
 
 

@@ -80,8 +80,9 @@ def test_a_look_after_many_uses_is_short():
         member.used = number
     looks = 0
     while (found := order.first(lambda each: True)) is None:
+        assert order.is_behind
         looks += 1
-    assert (found, looks) == (members[-1], 3)
+    assert (found, looks, order.is_behind) == (members[-1], 3, False)
     looked_at = []
     assert order.first(looked_at.append) is None and len(looked_at) == MOST_LOOKED_AT
     assert order.first(lambda each: True, most_used=0) is None

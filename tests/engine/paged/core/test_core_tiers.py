@@ -11,6 +11,7 @@ from services.engine.fake import continuation, fake_state, fake_window
 from services.engine.paged.sequence import Phase
 from services.engine.paged.tiered_pool import TieredPool
 from services.engine.paged.tiering import FillHooks, Tiering
+from services.kv.tiers import use_order
 from services.kv.tiers.block import SlotState
 from services.kv.tiers.books import TierBooks
 from services.kv.tiers.records import LateTier, SlotKind, Stored
@@ -692,24 +693,36 @@ def test_a_rank_that_stays_after_all_moves_what_was_used_last_when_it_leaves_the
         ((40, 15), (0, 7), 3),
     ]:
         with subtests.test(num_slots=num_slots, in_between=in_between):
-            settings = {"num_slots": num_slots, "in_files": (False, True)}
-            rank, used = TieredRank(**settings), []
-            for nth in (0, 1, 2, 3, *in_between):
-                used = [*(each for each in used if each != nth), nth]
-                rank.generate(prompt_of(nth, 40))
-                if nth == 1:
-                    rank.tiers.storing.keep_all(True)
-                    rank.turn()
-                elif nth == 3:
-                    rank.keep_all(most_turns=40)
-                rank.tiers.storing.keep_all(False)
+            check_stays(num_slots, in_between, found)
+
+
+def test_a_rank_that_leaves_waits_until_its_file_is_in_order(subtests, monkeypatch):
+    """All that the file has was used since, and one block is put where it belongs at a time."""
+    monkeypatch.setattr(use_order, "_MOST_PUT_BACK", 1)
+    for in_between in [(0, 1, 2, 3, 4, 5), (3, 2, 1, 0, 4)]:
+        with subtests.test(in_between=in_between):
+            check_stays((24, 20), in_between, 4)
+
+
+def check_stays(num_slots, in_between, found):
+    settings = {"num_slots": num_slots, "in_files": (False, True)}
+    rank, used = TieredRank(**settings), []
+    for nth in (0, 1, 2, 3, *in_between):
+        used = [*(each for each in used if each != nth), nth]
+        rank.generate(prompt_of(nth, 40))
+        if nth == 1:
+            rank.tiers.storing.keep_all(True)
+            rank.turn()
+        elif nth == 3:
             rank.keep_all(most_turns=40)
-            memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
-            again = TieredRank(num_pages=200, tiers=[memory, *rank.slabs[1:]], **settings)
-            for nth in used[: -found - 1 : -1]:
-                before = again.computed_tokens
-                assert again.generate(prompt_of(nth, 40)) == continuation(prompt_of(nth, 40), 3)
-                assert again.computed_tokens - before <= 10, nth
+        rank.tiers.storing.keep_all(False)
+    rank.keep_all(most_turns=40)
+    memory = slabs.open_memory(None, rank.slabs[0].shape, rank.calls())
+    again = TieredRank(num_pages=200, tiers=[memory, *rank.slabs[1:]], **settings)
+    for nth in used[: -found - 1 : -1]:
+        before = again.computed_tokens
+        assert again.generate(prompt_of(nth, 40)) == continuation(prompt_of(nth, 40), 3)
+        assert again.computed_tokens - before <= 10, nth
 
 
 def test_a_rank_that_leaves_stores_no_more_than_twice_what_fits_though_requests_go_on(subtests):
