@@ -60,6 +60,8 @@ class Listed:
         if is_computed:
             return
         for index, other in enumerate(order):
+            if other.request.cache_salt != seq.request.cache_salt:
+                continue
             if index > order.index(seq) and alike(other.ids, seq.ids) >= BLOCK:
                 before = [o for o in order[:index] if o is not seq and alike(o.ids, other.ids) >= BLOCK]
                 self.pending[other] = min(self.pending[other], self.brought(other, before))
