@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "--others-shorter-first",
         type=float,
         default=0.0,
-        help="of workloads: what the ranks of other policies do, as ours do by 1; "
+        help="of workloads: what the ranks of other policies do, as ours do by 2; "
         "default: 0, since vLLM and SGLang compute in the order of arrival",
     )
     parser.add_argument("--duration-s", type=float, help="replay only the trace's beginning")

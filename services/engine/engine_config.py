@@ -154,9 +154,9 @@ class EngineConfig(ClusterConfig):
         bounds=Bounds(at_least=1),
     )
     shorter_first: float = setting(
-        1.0,
-        "let shorter prompts overtake a longer one, that together have at most so many times its tokens; "
-        "0: compute them in the order of arrival",
+        2.0,
+        "let shorter prompts overtake a longer one, that together have at most so many times the tokens that "
+        "it lacks; 0: compute them in the order of arrival",
         bounds=Bounds(at_least=0),
     )
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))

@@ -211,7 +211,7 @@ BESIDE_LAST = 8  # A prompt has this part of a chunk beside the last chunk of an
 class Limits:
     max_running_requests: int = 64
     chunk_size: int = 512  # It counts prompt tokens per step.
-    shorter_first: float = 1.0  # Shorter prompts overtake one with at most so many times its tokens.
+    shorter_first: float = 2.0  # Shorter prompts overtake one with at most so many times what it lacks.
     itl_target_s: float | None = None  # It limits the batch, and the prompt chunks computed in the same step.
     expected_output: float = 0.5  # It is the expected share of max_tokens, until some sequences have ended.
     patience: Patience = field(default_factory=Patience)

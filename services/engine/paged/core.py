@@ -216,7 +216,7 @@ class EngineCore:
     # -- admission --------------------------------------------------------------------------------
 
     def _wait(self, seq: Sequence) -> None:
-        seq.phase, seq.due_tokens = Phase.WAITING, None
+        seq.phase = Phase.WAITING
         seq.timer.counts_from(self.figures.prompt_tokens)
         self._gate.add(seq)
 
@@ -339,7 +339,8 @@ class EngineCore:
             if budget <= 0:
                 break
             self._catch_up(seq)
-            if self.pulls.bring(seq) or any(self._carrying.computes_for(other, seq) for other, _ in chunks):
+            computed = (self._carrying.computes_for(other, seq) for other, _ in chunks)
+            if self.pulls.bring(seq) or self._in_common.awaits(seq) or any(computed):
                 continue  # It can reuse those tokens at a later step.
             room = self.figures.limits.prompt_room(budget, len(seq.ids) - seq.computed, beside_last=one_ends)
             end = self._carrying.prompt_end(seq, room, is_first=not chunks)

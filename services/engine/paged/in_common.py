@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from services.engine.paged.sequence import Phase, Sequence
+from services.engine.paged.waiting_queue import tenant_of
 from services.kv.block_hash import scope_seed, sequence_hashes
 from services.kv.prefix_cache import PrefixCache
 from services.values.kv import BlockHash
@@ -58,6 +59,17 @@ class InCommon:
             other.in_common = self._brought(other)
             if other.phase is Phase.WAITING:  # What was computed meanwhile is in the tree.
                 self._estimate(other)
+
+    def awaits(self, seq: Sequence) -> bool:
+        """Return whether a prompt of its tenant that came before computes now what this one lacks.
+
+        Otherwise a prompt that is short but for that would compute the other's before its turn.
+        """
+        if seq.computed >= seq.in_common or (hashes := self._pending.get(seq)) is None:
+            return False
+        first = next(iter(self._holders[hashes[seq.in_common // self._block - 1]]))
+        is_of_one_line = first.request.priority == seq.request.priority and tenant_of(first) == tenant_of(seq)
+        return first is not seq and first.phase is Phase.COMPUTING and is_of_one_line
 
     def tokens(self, waiting: Iterable[Sequence], active: Iterable[Sequence]) -> int:
         """Return how many of the tokens that these sequences have to compute others bring."""

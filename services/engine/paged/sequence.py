@@ -142,9 +142,7 @@ class Sequence:
     retractions: int = 0
     place: float = 0.0  # It stands here among its tenant's own; by arrival where this is equal.
     started_at: float = 0.0  # Its tenant had had so much when it was let in.
-    # ChunkTurns sets these: one at submission, the other when it begins to compute, also after a retraction.
-    came_tokens: int = 0
-    due_tokens: float | None = None
+    came_tokens: int = 0  # So many tokens, its own included, were to be computed of prompts when it came.
     owed_tokens: int = 0  # Its tenant was charged for so many that are not computed yet.
     # The gate keeps these while it waits.
     overtaken: int = 0
@@ -174,6 +172,12 @@ class Sequence:
     @property
     def remaining_tokens(self) -> int:
         return len(self.ids) - self.computed if self.phase is Phase.COMPUTING else 0
+
+    @property
+    def own_tokens(self) -> int:
+        """Return how many of its ids are to be computed that no prompt brings which came before it."""
+        found = self.computed if self.phase is Phase.COMPUTING else len(self.ids) - self.uncomputed_tokens
+        return len(self.ids) - max(found, self.in_common)
 
     @property
     def matchable_tokens(self) -> int | None:

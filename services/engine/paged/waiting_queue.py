@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import MappingProxyType
 
@@ -271,10 +272,12 @@ class ChunkTurns:
 
     Tenants take turns. Among a tenant's own of one priority, those that are due first go first:
 
-        due  =  tokens to compute of all prompts that came until then, it included  +  shorter_first * its own
+        due  =  tokens to compute of all prompts that came until then, it included
+                  +  shorter_first * those that it lacks now
 
     So a prompt goes before longer ones, but not for ever: a later one goes before it only if all that came
-    since, that one included, have fewer than `shorter_first` times its tokens.
+    since, that one included, have fewer than `shorter_first` times the tokens that it lacks. What a prompt
+    that came before brings counts as that one's alone.
     """
 
     def __init__(self, shares: FairShare) -> None:
@@ -283,19 +286,17 @@ class ChunkTurns:
         self._came_tokens = 0
 
     def came(self, seq: Sequence) -> None:
-        self._came_tokens += seq.uncomputed_tokens
+        self._came_tokens += seq.own_tokens
         seq.came_tokens = self._came_tokens
 
     def line(self, computing: Collection[Sequence], shorter_first: float) -> list[Sequence]:
-        for seq in computing:
-            seq.due_tokens = _due_tokens(seq, shorter_first)
         if not self._shares.is_on:
             line = in_turn(computing, {}, self._served_at)
         else:
             line = sorted(computing, key=self._place)
             self._shares.serves(line[0].started_at if line else None)
         self._note_served(line)
-        return _by_due(line) if shorter_first else line
+        return _by_due(line, shorter_first) if shorter_first else line
 
     def overtaken(
         self, computing: Collection[Sequence], shorter_first: float, chunk_size: int
@@ -306,12 +307,12 @@ class ChunkTurns:
         """
         if not shorter_first or not computing:
             return ()
-        due = {seq: _due_tokens(seq, shorter_first) for seq in computing}
+        due = {seq: _due_tokens(shorter_first, seq) for seq in computing}
         first = min(due, key=due.__getitem__)
         return overtaken_of(
             (
                 (due_tokens - self._came_tokens) / (1 + shorter_first),
-                seq.remaining_tokens - (chunk_size if seq is first else 0),
+                seq.own_tokens - (chunk_size if seq is first else 0),
             )
             for seq, due_tokens in due.items()
         )
@@ -329,24 +330,18 @@ class ChunkTurns:
             self._served_at[tenant_of(line[0])] = max(self._served_at.values(), default=0) + 1
 
 
-def _by_due(line: list[Sequence]) -> list[Sequence]:
+def _by_due(line: list[Sequence], shorter_first: float) -> list[Sequence]:
     """Give each tenant's places in the line to its own in the order in which they are due."""
     own: dict[tuple[int, str], list[Sequence]] = {}
     for seq in line:
         own.setdefault((seq.request.priority, tenant_of(seq)), []).append(seq)
-    turns = {group: iter(sorted(sequences, key=_due)) for group, sequences in own.items()}
+    due = partial(_due_tokens, shorter_first)
+    turns = {group: iter(sorted(sequences, key=due)) for group, sequences in own.items()}
     return [next(turns[seq.request.priority, tenant_of(seq)]) for seq in line]
 
 
-def _due(seq: Sequence) -> float:
-    assert seq.due_tokens is not None
-    return seq.due_tokens
-
-
-def _due_tokens(seq: Sequence, shorter_first: float) -> float:
-    if seq.due_tokens is not None:
-        return seq.due_tokens
-    return seq.came_tokens + shorter_first * seq.remaining_tokens
+def _due_tokens(shorter_first: float, seq: Sequence) -> float:
+    return seq.came_tokens + shorter_first * seq.own_tokens
 
 
 def retraction_victim(active: Iterable[Sequence]) -> Sequence | None:

@@ -111,11 +111,14 @@ class Rank(ABC):
         pulled_tokens = job.source_blocks * self.timing.block_tokens
         job.pending_tokens = job.request.prompt_tokens - max(self.reused_tokens(job.request), pulled_tokens)
         before = (*self._queue, *self._ready, *([self._current] if self._current else ()))
-        common = max((job.request.num_common(each.request) for each in before), default=0) * self.block_tokens
+        job.bringer = max(before, key=lambda each: job.request.num_common(each.request), default=None)
+        common = (
+            0 if job.bringer is None else job.request.num_common(job.bringer.request)
+        ) * self.block_tokens
         found_tokens = job.request.prompt_tokens - job.pending_tokens
         job.common_tokens = max(0, min(common, job.request.prompt_tokens - 1) - found_tokens)
-        self._came_tokens += job.pending_tokens
-        job.due_tokens = self._came_tokens + self.timing.shorter_first * job.pending_tokens
+        self._came_tokens += job.own_tokens
+        job.came_tokens = self._came_tokens
         self._queued_tokens += job.pending_tokens
         self._common_tokens += job.common_tokens
         self._queue.append(job)
@@ -126,8 +129,8 @@ class Rank(ABC):
     def _next(self) -> None:
         """Begin, or go on, with the prompt that is due first of those that are ready or have room."""
         while self._current is None:
-            ready, queued = min(self._ready, key=_due_tokens, default=None), self._first_with_pages()
-            if ready is not None and (queued is None or ready.due_tokens <= queued.due_tokens):
+            ready, queued = min(self._ready, key=self._due, default=None), self._first_with_pages()
+            if ready is not None and (queued is None or self._due(ready) <= self._due(queued)):
                 self._ready.remove(ready)
                 self._begin(ready)
             elif queued is None:
@@ -139,10 +142,14 @@ class Rank(ABC):
 
     def _first_with_pages(self) -> Job | None:
         """Return the first of the queue or, without room for that, the first one that has its pages."""
-        first = min(self._queue, key=_due_tokens, default=None)
+        queue = [job for job in self._queue if not (self.timing.shorter_first and job.awaits_bringer)]
+        first = min(queue, key=self._due, default=None)
         if first is None or self.take_pages(first) is not None:
             return first
-        return min((job for job in self._queue if job in self._pages), key=_due_tokens, default=None)
+        return min((job for job in queue if job in self._pages), key=self._due, default=None)
+
+    def _due(self, job: Job) -> float:
+        return job.came_tokens + self.timing.shorter_first * job.own_tokens
 
     def take_pages(self, job: Job) -> SequencePages | None:
         return self._pages[job] if job in self._pages or self._open(job) else None
@@ -218,7 +225,7 @@ class Rank(ABC):
         """Return the overtaken prompt that goes on beside the last chunk of another, with its tokens."""
         begun = [job for job in self._ready if job.has_begun]
         room = self.timing.chunk_tokens // BESIDE_LAST
-        job = min(begun, key=_due_tokens, default=None)
+        job = min(begun, key=self._due, default=None)
         return None if job is None or job.left_tokens <= room else (job, room)
 
     def _chunk_s(self) -> float:
@@ -316,9 +323,9 @@ class Rank(ABC):
     def _overtaken(self) -> Iterator[tuple[float, int]]:
         under_way = () if self._current is None else (self._current,)
         for job in (*self._queue, *self._ready, *under_way):
-            left = job.left_tokens if job.has_begun else job.pending_tokens
             chunk = self._chunk_tokens if job is self._current else 0
-            yield (job.due_tokens - self._came_tokens) / (1 + self.timing.shorter_first), left - chunk
+            below = (self._due(job) - self._came_tokens) / (1 + self.timing.shorter_first)
+            yield below, job.own_tokens - chunk
 
 
 class PrefillRank(Rank):
@@ -470,10 +477,6 @@ class DecodeRank(Rank):
             waiting_tokens=sum(job.request.prompt_tokens for job in self._receiving),
             step_s=self.batch_step_s(),
         )
-
-
-def _due_tokens(job: Job) -> float:
-    return job.due_tokens
 
 
 def _nobody(*news: object) -> None:

@@ -13,7 +13,7 @@ class Timing:
     block_tokens: int = BLOCK_TOKENS  # a page of the pools, and an index block
     tokens_per_s: float = 8_000.0  # prompt tokens a rank computes, of either role
     chunk_tokens: int = 2_048
-    shorter_first: float = 1.0  # as --shorter-first
+    shorter_first: float = 2.0  # as --shorter-first
     kv_bytes_per_token: int = 131_072
     state_bytes: int = 0  # that crosses with every prompt
     bytes_per_s: float = 12.5e9  # out of one prefill rank

@@ -64,7 +64,8 @@ class Job:
     on_first_token: "Callable[[Job], None]"
     on_end: "Callable[[Job], None]"
     pending_tokens: int = 0  # as the rank counts them
-    due_tokens: float = 0.0
+    bringer: "Job | None" = None  # It has most in common with this one of those that came before.
+    came_tokens: int = 0  # These were to be computed of prompts when it came, its own included.
     rank_tokens: int = 0  # as Admitted has them
     done_tokens: int = -1  # those computed, and those found; -1 before it begins
     common_tokens: int = 0  # of these, that prompts before it bring
@@ -94,3 +95,12 @@ class Job:
     @property
     def left_tokens(self) -> int:
         return self.request.prompt_tokens - self.done_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the tokens that are to be computed of it, and that no prompt brings that came before."""
+        return self.left_tokens if self.has_begun else self.pending_tokens - self.common_tokens
+
+    @property
+    def awaits_bringer(self) -> bool:
+        return self.common_tokens > 0 and self.bringer is not None and not self.bringer.computed_s

@@ -318,6 +318,30 @@ def test_a_tenants_shorter_prompts_overtake_its_longer_ones(subtests):
         assert cached in rank.finished
         assert other not in rank.finished
 
+    with subtests.test("nor does what a prompt before it brings, for which it waits"):
+        document = [number % 400 for number in range(640)]
+        rank = Rank(num_pages=400, chunk_size=64, max_running=32)
+        first = rank.submit(document, 1)
+        rank.step()
+        second = rank.submit([*document, *range(400, 408)], 1)
+        others = [rank.submit([450 + number] * 100, 1) for number in range(3)]
+        while first not in rank.finished:
+            assert second.computed <= first.computed
+            rank.step()
+        later = rank.submit([470] * 100, 1)
+        rank.run([later])
+        assert list(rank.finished) == [*others, first, second, later]
+        assert rank.computed_tokens <= 640 + 3 * 100 + 8 + rank.core.page_size + 100
+
+    with subtests.test("a prompt of higher priority waits for none of a lower one's tokens"):
+        rank = Rank(num_pages=400, chunk_size=64, max_running=32)
+        first = rank.submit(document, 1)
+        rank.step()
+        second = rank.submit([*document, *range(400, 408)], 1, priority=1)
+        others = [rank.submit([450 + number] * 100, 1) for number in range(3)]
+        rank.run([first, second, *others])
+        assert next(iter(rank.finished)) is second
+
     with subtests.test("priority goes before length"):
         rank = Rank(num_pages=200, chunk_size=8, max_running=8)
         long = rank.submit(range(80), 1, priority=1)

@@ -42,7 +42,7 @@ def test_others_prompts_are_waited_for_and_are_no_computing(subtests):
         assert time_of(rank, first) == about(0, 0, 3) and time_of(rank, second) == about(0, 2, 2)
 
     with subtests.test("who is overtaken computes from its first chunk on, and who overtakes waits less"):
-        rank = slow(chunk_size=8, shorter_first=1.0)
+        rank = slow(chunk_size=8, shorter_first=2.0)
         long = rank.submit(range(24))
         rank.step()
         short = rank.submit(range(100, 108))
@@ -65,7 +65,7 @@ def test_others_prompts_are_waited_for_and_are_no_computing(subtests):
 
 def test_what_a_rank_computes_meanwhile_is_told(subtests):
     """Its time for so many tokens is the rank's speed, whoever goes first."""
-    for shorter_first in (0.0, 1.0):
+    for shorter_first in (0.0, 2.0):
         with subtests.test(shorter_first=shorter_first):
             rank = slow(chunk_size=8, shorter_first=shorter_first)
             long = rank.submit(range(24), 4)
