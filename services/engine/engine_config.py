@@ -157,7 +157,7 @@ class EngineConfig(ClusterConfig):
         2.0,
         "let shorter prompts overtake a longer one, that together have at most so many times the tokens that "
         "it lacks; 0: compute them in the order of arrival",
-        bounds=Bounds(at_least=0),
+        bounds=Bounds(at_least=0, at_most=1000),
     )
     max_running_requests: int = setting(64, "sequences in a batch", bounds=Bounds(at_least=1))
     itl_target_ms: float | None = setting(

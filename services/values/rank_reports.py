@@ -122,6 +122,10 @@ class Overtaken(NamedTuple):
     prompts: int
 
 
+# It has an entry for each bit length of a number of tokens, which has 64 bits at most in a message.
+MOST_OVERTAKEN = 64
+
+
 def overtaken_of(prompts: Iterable[tuple[float, int]]) -> tuple[Overtaken, ...]:
     """Return the report of prompts, each with what a new one has fewer tokens than, and what it lacks itself.
 

@@ -6,6 +6,7 @@ state (generation, range, alignment) is checked by its user. Request values are 
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -39,7 +40,7 @@ from services.values.rank import (
     TakeOver,
     TransferId,
 )
-from services.values.rank_reports import Overtaken, RankLoad
+from services.values.rank_reports import MOST_OVERTAKEN, Overtaken, RankLoad
 from services.wire.fields import finite, message_of, value_of
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2, rank_pb2
 
@@ -364,7 +365,13 @@ def load_from_proto(pb: common_pb2.RankLoad) -> RankLoad:
         shared_tier_bytes_per_s=finite("load.shared_tier_bytes_per_s", pb.shared_tier_bytes_per_s),
         tiers_off=pb.tiers_off,
         common_tokens=pb.common_tokens if pb.HasField("common_tokens") else None,
-        overtaken=tuple([Overtaken(each.below_tokens, each.tokens, each.prompts) for each in pb.overtaken]),
+        # Placing reads all of them for each request, so a rank cannot slow that down by sending more.
+        overtaken=tuple(
+            [
+                Overtaken(each.below_tokens, each.tokens, each.prompts)
+                for each in islice(pb.overtaken, MOST_OVERTAKEN)
+            ]
+        ),
     )
 
 

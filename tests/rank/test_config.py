@@ -1,5 +1,7 @@
 """Flags of a rank, and what its engine is told by them."""
 
+import math
+
 import pytest
 
 from services.decode.decode_service import decode_roles
@@ -129,6 +131,7 @@ def test_what_cannot_work_is_refused(subtests):
         {"itl_target_ms": 0.0},
         {"itl_target_ms": 40.0, "engine": "sglang", "model": "m"},
         {"shorter_first": -1.0},
+        {"shorter_first": math.inf},
         {"shorter_first": 3.0, "engine": "sglang", "model": "m"},
         {"protected_cache_share": 0.5, "engine": "sglang", "model": "m"},
         {"write_lease_s": 2.0, "engine": "sglang", "model": "m"},

@@ -31,7 +31,7 @@ from services.values.rank import (
     Role,
     TransferId,
 )
-from services.values.rank_reports import Overtaken, RankLoad
+from services.values.rank_reports import Overtaken, RankLoad, overtaken_of
 from services.wire import convert
 from services.wire.isthmus.v1 import common_pb2, handshake_pb2, prefill_pb2
 from wire.wire_values import (
@@ -144,6 +144,16 @@ def test_kv_values_round_trip(subtests):
     ]:
         with subtests.test(noun=noun):
             check_round_trips(convert, noun, values)
+
+
+def test_of_a_load_as_many_overtaken_prompts_are_read_as_a_rank_sends():
+    told = overtaken_of((2.0**bits, 9) for bits in range(64) for _ in range(3))
+    load = RankLoad(overtaken=told)
+    pb = over_the_wire(convert.load_to_proto(load))
+    assert convert.load_from_proto(pb) == load
+    for _ in range(1000):
+        pb.overtaken.add(below_tokens=2, tokens=9, prompts=1)
+    assert convert.load_from_proto(pb) == load
 
 
 @given(st.lists(runs, max_size=4).map(tuple))
