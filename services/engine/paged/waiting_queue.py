@@ -277,19 +277,24 @@ class ChunkTurns:
 
     So a prompt goes before longer ones, but not for ever: a later one goes before it only if all that came
     since, that one included, have fewer than `shorter_first` times the tokens that it lacks. What a prompt
-    that came before brings counts as that one's alone.
+    that came before brings counts as that one's alone. What one lacks beyond what was expected when it came,
+    as a source has failed or pages were evicted, counts from when it begins.
     """
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._served_at: dict[str, int] = {}  # It has the step number by the tenant that was first in it.
-        self._came_tokens = 0
+        self._came_tokens = self._unexpected_tokens = 0
 
     def came(self, seq: Sequence) -> None:
         self._came_tokens += seq.own_tokens
-        seq.came_tokens = self._came_tokens
+        seq.came_tokens, seq.expected_tokens = self._came_tokens, seq.own_tokens
 
     def line(self, computing: Collection[Sequence], shorter_first: float) -> list[Sequence]:
+        for seq in computing:
+            if seq.expected_tokens is not None:
+                self._unexpected_tokens += max(0, seq.own_tokens - seq.expected_tokens)
+                seq.came_tokens, seq.expected_tokens = seq.came_tokens + self._unexpected_tokens, None
         if not self._shares.is_on:
             line = in_turn(computing, {}, self._served_at)
         else:
@@ -309,9 +314,10 @@ class ChunkTurns:
             return ()
         due = {seq: _due_tokens(shorter_first, seq) for seq in computing}
         first = min(due, key=due.__getitem__)
+        now = self._came_tokens + self._unexpected_tokens
         return overtaken_of(
             (
-                (due_tokens - self._came_tokens) / (1 + shorter_first),
+                (due_tokens - now) / (1 + shorter_first),
                 seq.own_tokens - (chunk_size if seq is first else 0),
             )
             for seq, due_tokens in due.items()

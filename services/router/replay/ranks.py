@@ -158,6 +158,8 @@ class Rank(ABC):
         """Go on with the job, which computes so many more than was expected, and with those that waited."""
         job.pending_tokens += more_tokens
         self._queued_tokens += more_tokens
+        self._came_tokens += more_tokens
+        job.came_tokens += more_tokens
         self._ready += followers if job in self._queue else (job, *followers)
         self._next()
         self.changed()

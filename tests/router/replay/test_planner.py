@@ -9,6 +9,7 @@ import pytest
 
 from services.engine.paged import admitting
 from services.router.replay import planner, ranks
+from services.router.replay.events import Events
 from services.router.replay.load import ReplayedLoad
 from services.router.replay.observed import (
     Fleet,
@@ -22,8 +23,10 @@ from services.router.replay.observed import (
 )
 from services.router.replay.planner import Goals, Size, Trial, _others, advise, job_ttft_s, quantile
 from services.router.replay.replay import Replay
+from services.router.replay.setting import Timing
 from services.router.replay.speeds import _Overlap, fitted, speeds_of
-from services.values.rank import Plan
+from services.router.replay.workload import BLOCK_TOKENS, Job, TraceRequest
+from services.values.rank import Generation, Plan, RankId
 
 BLOCK, CHUNK_S, TOKEN_S, STEP_S, SEQUENCE_S = 64, 0.02, 0.0005, 0.01, 0.001
 FLEET = Fleet("m", 2, 2, 1, BLOCK, 512, 100_000, 100_000, 1_000.0, 0, frozenset(Plan), 600.0)
@@ -292,3 +295,23 @@ def test_how_many_ranks_are_enough(subtests, monkeypatch):
 
 def test_a_simulated_step_gives_who_goes_on_as_much_as_a_real_one():
     assert ranks.BESIDE_LAST == admitting.BESIDE_LAST
+
+
+def test_a_simulated_prompt_is_due_later_by_what_its_source_did_not_bring():
+    ends: list[int] = []
+
+    class Computing(ranks.PrefillRank):
+        def _computed(self, job: Job) -> None:
+            ends.append(job.request.number)
+
+    events = Events()
+    rank = Computing(RankId("one", 0, Generation(1)), 500, Timing(), events)
+    jobs = []
+    for number, (blocks, source_blocks) in enumerate([(100, 0), (40, 39), (20, 0)]):
+        ids = tuple(range(1000 * number, 1000 * number + blocks))
+        request = TraceRequest(number, 0.0, ids, BLOCK_TOKENS * blocks, 1, "")
+        jobs.append(Job(request, None, rank, ends.append, ends.append, source_blocks=source_blocks))
+        rank.submit(jobs[-1])
+    rank.pull_ended(jobs[1], (), 39 * BLOCK_TOKENS)
+    events.run()
+    assert ends == [2, 1, 0]

@@ -342,6 +342,21 @@ def test_a_tenants_shorter_prompts_overtake_its_longer_ones(subtests):
         rank.run([first, second, *others])
         assert next(iter(rank.finished)) is second
 
+    with subtests.test("what a source was to bring and did not counts too"):
+        rank = Rank(num_pages=400, chunk_size=32, max_running=64, shorter_first=1.0)
+        long = rank.submit([number % 500 for number in range(1000)], 1)
+        rank.step()
+        overtook = 0
+        for number in range(20):
+            short = rank.submit([*range(number, number + 400)], 1, held=396)
+            rank.step()
+            assert short.phase is Phase.PULLING
+            rank.core.pulls.failed(short)
+            for _ in range(20):
+                rank.step()
+            overtook += short in rank.finished and long not in rank.finished
+        assert overtook == 1  # With another one all would have 800 tokens, and it lacks fewer by then.
+
     with subtests.test("priority goes before length"):
         rank = Rank(num_pages=200, chunk_size=8, max_running=8)
         long = rank.submit(range(80), 1, priority=1)
@@ -354,9 +369,12 @@ class _Came(NamedTuple):
     after: int  # So many steps after the one before it.
     tokens: int
     tenant: str
+    share_expected: float = 1.0  # Of its tokens so many were expected.
 
 
-_CAME = st.builds(_Came, st.integers(0, 6), st.integers(1, 60), st.sampled_from("aab"))
+_CAME = st.builds(
+    _Came, st.integers(0, 6), st.integers(1, 60), st.sampled_from("aab"), st.sampled_from([0.0, 0.4, 1.0])
+)
 
 
 @given(st.lists(_CAME, min_size=1, max_size=12), st.sampled_from([0.0, 0.5, 1.0, 3.0]))
@@ -374,7 +392,7 @@ def test_who_overtakes_a_prompt_has_a_bounded_part_of_its_tokens(came, shorter_f
             each = later.popleft()
             seq = waiting(len(arrived), each.tenant)
             seq.ids = list(range(each.tokens))
-            seq.phase, seq.uncomputed_tokens = Phase.COMPUTING, each.tokens
+            seq.phase, seq.uncomputed_tokens = Phase.COMPUTING, int(each.share_expected * each.tokens)
             turns.came(seq)
             arrived.append(seq)
             left[seq] = each.tokens
