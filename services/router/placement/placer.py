@@ -78,11 +78,12 @@ _Candidate = TypeVar("_Candidate", DecodeCandidate, PrefillCandidate)
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """These are the ranks of one role, and their order of load if they are many; `own` is this router's
-    share."""
+    """These are the ranks of one role and, if they are many, their orders of load: for a prompt of usual
+    length, and for one that goes before no other. `own` is this router's share."""
 
     ranks: dict[RankKey, Registration] = field(default_factory=dict)
     order: LoadOrder | None = None
+    last_order: LoadOrder | None = None
     own: frozenset[RankKey] = frozenset()
 
 
@@ -301,6 +302,10 @@ class Placer:
         if side.order is None:
             return self._all(side, snapshot)
         promising = dict.fromkeys(self._promising(side, side.order, snapshot))
+        last, is_long = side.last_order, snapshot.asked.prompt_tokens > _USUAL_TOKENS
+        if last is not None and is_long and any(snapshot.now(key).load.overtaken for key in promising):
+            # It may wait for what a usual one goes before; without such ranks both orders begin alike.
+            promising |= dict.fromkeys(self._promising(side, last, snapshot))
         return self._found((key for key in promising if key in side.ranks), side, snapshot)
 
     def _found(self, keys: Iterable[RankKey], side: _Side, snapshot: RankSnapshot) -> list[Found]:
@@ -454,8 +459,9 @@ class Placer:
         own = self._share.own(by_key)
         if len(ranks) <= _FEW:
             return _Side(by_key, own=own)
-        order = LoadOrder((key, self._load(key, rank)) for key, rank in by_key.items())
-        return _Side(by_key, order, own)
+        loads = {key: self._loads(key, rank) for key, rank in by_key.items()}
+        order, last_order = (LoadOrder((key, load[at]) for key, load in loads.items()) for at in (0, 1))
+        return _Side(by_key, order, last_order, own)
 
     def _changed(self, key: RankKey) -> None:
         for side in (self._decodes, self._prefills):
@@ -463,13 +469,17 @@ class Placer:
                 continue
             if self._drains(rank) is not (key in self._draining):
                 self._note_layout()
-            if side.order is not None:
-                side.order.update(key, self._load(key, rank))
+            if side.order is not None and side.last_order is not None:
+                load, last_load = self._loads(key, rank)
+                side.order.update(key, load)
+                side.last_order.update(key, last_load)
 
-    def _load(self, key: RankKey, rank: Registration) -> Load:
-        """Return the load, which includes the cost of a prompt of usual length that hits nothing there."""
+    def _loads(self, key: RankKey, rank: Registration) -> tuple[Load, Load]:
+        """Return the load for each order, which includes the cost of a prompt of usual length that hits
+        nothing there."""
         now = self._balance.now(key)
-        load_s = now.before(_USUAL_TOKENS)[0] / now.tokens_per_s
+        before, passed, _ = now.before(_USUAL_TOKENS)
+        load_s = before / now.tokens_per_s
         books, page_size = now.load.books, rank.layout.page_size
         if books.total > 0:
             lacking = max(0, _USUAL_TOKENS - books.free * page_size)
@@ -478,4 +488,4 @@ class Placer:
             load_s += self._settings.weights.evict_weight * evicted * again_s
             if rank.role is Role.DECODE:
                 load_s += (lacking - evicted) * now.load.token_s / max(1, now.running)
-        return load_s, now.running
+        return (load_s, now.running), (load_s + passed / now.tokens_per_s, now.running)

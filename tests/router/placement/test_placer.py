@@ -69,6 +69,21 @@ def test_a_short_prompt_goes_where_it_overtakes_what_waits(subtests):
             router.placer.place(replace(short, prompt_tokens=31_000, max_wait_s=1.0), 0.5)
 
 
+def test_of_many_ranks_a_long_prompt_finds_one_where_it_waits_for_little():
+    """The ranks where a usual prompt would overtake what waits are the least loaded ones for that alone."""
+    router = Router(40, 0)
+    for number, rank in enumerate(router.decodes):
+        if number < 10:
+            router.waits(rank, 100_000, overtaken=(Overtaken(20_000, 100_000, 1),))
+        else:
+            router.waits(rank, 20_000 + number)
+    for index, of in [(0, 1), (3, 7)]:
+        router.placer.set_share(Share(index, of))
+        for tokens, chosen in [(4_000, range(10)), (60_000, range(10, 40))]:
+            about = dict(hashes=chains(0), prompt_tokens=tokens, plans=frozenset({Plan.LOCAL}))
+            assert router.placer.place(router.asked(**about), 0.5).chosen.decode.id.rank in chosen
+
+
 def test_a_hot_prefix_spreads_when_its_rank_is_busy():
     router = Router(4, 0, PriceWeights())
     router.holds(router.decodes[0], 40)
