@@ -61,6 +61,7 @@ class CoreMachine(RuleBasedStateMachine):
         overtakes=st.integers(0, 3),
         wait_s=st.sampled_from([0.0, 0.01, 0.05, FOREVER_S, FOREVER_S]),  # a look at the clock takes 0.001
         window=st.integers(1, 8),
+        shorter_first=st.sampled_from([0.0, 0.5, 1.0, 1.0, 30.0]),
         itl_target_s=st.sampled_from([None, None, 0.0005, 0.0025]),
         carried=st.sampled_from(CARRIED),
         room_for=st.integers(1, 6),
