@@ -256,8 +256,10 @@ class Rank(ABC):
             job.computed_s = self.events.now
             job.rank_tokens += self._computed_tokens
             self._computed(job)
-        else:
+        elif self.timing.shorter_first:
             self._ready.append(job)
+        else:  # Nobody overtakes it, not even who came earlier and has pages by now.
+            self._begin(job)
         self._next()
 
     @abstractmethod
