@@ -217,12 +217,13 @@ class Limits:
     patience: Patience = field(default_factory=Patience)
     step_limit_s: float = 120.0  # A longer step counts as hung; 0 turns this off.
 
-    def prompt_room(self, budget: int, left: int, *, beside_last: bool) -> int:
+    def prompt_room(self, budget: int, left: int, withheld: int, *, beside_last: bool) -> int:
         """Return how many tokens of a step's budget a prompt may have that lacks `left`.
 
         Beside one whose last chunk is in the step it has few, unless they are its last, too: the other one's
-        first token would wait for them.
+        first token would wait for them. So many were `withheld` from it before: they are bounded as what
+        overtakes it is, or a few tokens of others in each step would slow it down for ever.
         """
-        if not beside_last or left <= budget or not self.shorter_first:
+        if not beside_last or left <= budget or withheld >= self.shorter_first * left:
             return budget
         return min(budget, self.chunk_size // BESIDE_LAST)

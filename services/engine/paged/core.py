@@ -342,7 +342,9 @@ class EngineCore:
             computed = (self._carrying.computes_for(other, seq) for other, _ in chunks)
             if self.pulls.bring(seq) or self._in_common.awaits(seq) or any(computed):
                 continue  # It can reuse those tokens at a later step.
-            room = self.figures.limits.prompt_room(budget, len(seq.ids) - seq.computed, beside_last=one_ends)
+            left, withheld = len(seq.ids) - seq.computed, seq.withheld_tokens
+            room = self.figures.limits.prompt_room(budget, left, withheld, beside_last=one_ends)
+            seq.withheld_tokens += budget - room
             end = self._carrying.prompt_end(seq, room, is_first=not chunks)
             if (size := end - seq.computed) > 0:
                 budget, one_ends = budget - size, one_ends or end == len(seq.ids)

@@ -61,15 +61,18 @@ class InCommon:
                 self._estimate(other)
 
     def awaits(self, seq: Sequence) -> bool:
-        """Return whether a prompt of its tenant that came before computes now what this one lacks.
+        """Return whether a prompt of its tenant that came before computes now, and has yet to compute, what
+        this one lacks.
 
-        Otherwise a prompt that is short but for that would compute the other's before its turn.
+        Otherwise a prompt that is short but for that would compute the other's before its turn. Where the
+        other is past it and has left no checkpoint there, nothing comes of waiting.
         """
         if seq.computed >= seq.in_common or (hashes := self._pending.get(seq)) is None:
             return False
         first = next(iter(self._holders[hashes[seq.in_common // self._block - 1]]))
         is_of_one_line = first.request.priority == seq.request.priority and tenant_of(first) == tenant_of(seq)
-        return first is not seq and first.phase is Phase.COMPUTING and is_of_one_line
+        is_at_it = first.phase is Phase.COMPUTING and first.computed < seq.in_common
+        return first is not seq and is_at_it and is_of_one_line
 
     def tokens(self, waiting: Iterable[Sequence], active: Iterable[Sequence]) -> int:
         """Return how many of the tokens that these sequences have to compute others bring."""

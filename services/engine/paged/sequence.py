@@ -144,6 +144,7 @@ class Sequence:
     started_at: float = 0.0  # Its tenant had had so much when it was let in.
     came_tokens: int = 0  # So many tokens, its own included, were to be computed of prompts when it came.
     expected_tokens: int | None = None  # So many were expected of its own; None from when it begins.
+    withheld_tokens: int = 0  # Steps had room for so many more of its prompt (Limits.prompt_room).
     owed_tokens: int = 0  # Its tenant was charged for so many that are not computed yet.
     # The gate keeps these while it waits.
     overtaken: int = 0

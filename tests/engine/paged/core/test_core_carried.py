@@ -165,6 +165,22 @@ def test_prompts_that_come_at_once(subtests):
             assert rank.tokens[later] == rank.expected(later.request.prompt_ids, 1)
 
     for carried in CARRIED:
+        with subtests.test("nobody waits for one that is past what both share", carried=carried):
+            rank = Rank(num_pages=2000, chunk_size=64, carried=carried, block_pages=4)
+            shared = range(200)
+            long = rank.submit([*shared, *(3 * number % 500 for number in range(3000))], 1)
+            for _ in range(5):
+                rank.step()
+            short = rank.submit([*shared, *range(300, 500), *range(400)], 1)
+            assert (long.computed > 200, short.in_common) == (True, 192)
+            steps = 0
+            while short not in rank.finished:
+                rank.step()
+                steps += 1
+            assert steps <= 1 + -(-len(short.ids) // 64)
+            rank.run([long])
+
+    for carried in CARRIED:
         with subtests.test("nobody waits for a point of another salt", carried=carried):
             rank = small_rank(carried)
             one, same, other = (rank.submit(range(23), 1, cache_salt=salt) for salt in ("a", "a", "b"))

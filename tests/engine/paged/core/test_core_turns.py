@@ -301,6 +301,16 @@ def test_a_tenants_shorter_prompts_overtake_its_longer_ones(subtests):
         assert long.computed == 32 + 32 // 8
         rank.run([long])
 
+    for about in ({}, {"cache_salt": "other"}, {"priority": 1}):
+        with subtests.test("such steps slow the long one down by a bounded part", about=about):
+            rank = Rank(num_pages=2000, chunk_size=64, max_running=64, shorter_first=1.0)
+            long, steps = rank.submit([number % 500 for number in range(2560)], 1), 0
+            while long not in rank.finished:
+                rank.submit([steps, 7, 7], 1, **about)
+                rank.step()
+                steps += 1
+            assert 2560 // 64 < steps < 2.2 * 2560 // 64
+
     with subtests.test("where none may overtake they are computed in the order of arrival"):
         rank = Rank(num_pages=200, chunk_size=8, max_running=8, shorter_first=0.0)
         long = rank.submit(range(200), 1)
