@@ -103,4 +103,7 @@ class Job:
 
     @property
     def awaits_bringer(self) -> bool:
-        return self.common_tokens > 0 and self.bringer is not None and not self.bringer.computed_s
+        """Return whether the other one has yet to compute what it brings."""
+        if not self.common_tokens or self.bringer is None or self.bringer.computed_s:
+            return False
+        return self.bringer.done_tokens < self.request.prompt_tokens - self.own_tokens

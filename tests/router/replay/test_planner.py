@@ -297,21 +297,38 @@ def test_a_simulated_step_gives_who_goes_on_as_much_as_a_real_one():
     assert ranks.BESIDE_LAST == admitting.BESIDE_LAST
 
 
+class Computing(ranks.PrefillRank):
+    """A simulated rank that computes prompts, and who ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[Job] = []
+        super().__init__(RankId("one", 0, Generation(1)), 500, Timing(), Events())
+
+    def come(self, ids: range | list[int], source_blocks: int = 0) -> Job:
+        request = TraceRequest(0, 0.0, tuple(ids), BLOCK_TOKENS * len(ids), 1, "")
+        job = Job(request, None, self, self.ends.append, self.ends.append, source_blocks=source_blocks)
+        self.submit(job)
+        return job
+
+    def _computed(self, job: Job) -> None:
+        self.ends.append(job)
+
+
 def test_a_simulated_prompt_is_due_later_by_what_its_source_did_not_bring():
-    ends: list[int] = []
+    rank = Computing()
+    long, pulling, short = (
+        rank.come(range(100)),
+        rank.come(range(1000, 1040), 39),
+        rank.come(range(2000, 2020)),
+    )
+    rank.pull_ended(pulling, (), 39 * BLOCK_TOKENS)
+    rank.events.run()
+    assert rank.ends == [short, pulling, long]
 
-    class Computing(ranks.PrefillRank):
-        def _computed(self, job: Job) -> None:
-            ends.append(job.request.number)
 
-    events = Events()
-    rank = Computing(RankId("one", 0, Generation(1)), 500, Timing(), events)
-    jobs = []
-    for number, (blocks, source_blocks) in enumerate([(100, 0), (40, 39), (20, 0)]):
-        ids = tuple(range(1000 * number, 1000 * number + blocks))
-        request = TraceRequest(number, 0.0, ids, BLOCK_TOKENS * blocks, 1, "")
-        jobs.append(Job(request, None, rank, ends.append, ends.append, source_blocks=source_blocks))
-        rank.submit(jobs[-1])
-    rank.pull_ended(jobs[1], (), 39 * BLOCK_TOKENS)
-    events.run()
-    assert ends == [2, 1, 0]
+def test_a_simulated_prompt_waits_for_what_another_brings_and_not_for_its_end():
+    rank = Computing()
+    long, short = rank.come(range(100)), rank.come([*range(6), *range(1000, 1010)])
+    rank.events.run()
+    assert rank.ends == [short, long]
+    assert (short.computed_tokens, short.common_tokens) == (10 * BLOCK_TOKENS, 6 * BLOCK_TOKENS)
