@@ -29,6 +29,7 @@ _CORRUPT_S = 60.0  # A source that sent wrong bytes gets no request for so long.
 _LENT_SHARE = 8  # At most this part of a rank's pool is kept for pulls.
 _NO_FAULT = "evicted"  # The index was wrong, and learns it; the source is not to blame.
 
+_LEAST_TOKENS_PER_S = 1e-6  # A rank that reports fewer has measured nothing.
 _LEAST_WAITED = 0.1  # A request that waited for a greater share of its time says little of a rank's speed.
 
 # Ranks whose measured rates differ by less are taken to be equally fast.
@@ -289,6 +290,8 @@ class Balance:
         now = self.clock()
         self._silent.discard(rank)
         known = self._of(rank)
+        if 0 < load.prefill_tokens_per_s < _LEAST_TOKENS_PER_S:
+            load = replace(load, prefill_tokens_per_s=0.0)
         known.told_tokens_per_s = load.prefill_tokens_per_s
         if (pace := self.pace.of(rank, now)) != 1.0:
             load = replace(load, prefill_tokens_per_s=pace * load.prefill_tokens_per_s)

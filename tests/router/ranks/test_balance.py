@@ -82,6 +82,13 @@ def test_what_prompts_have_in_common_counts_as_a_rank_tells_that_knows_it(balanc
     assert balance.now(D0).pending_tokens == 4_700
 
 
+def test_a_rate_of_next_to_nothing_is_none(balance):
+    for rate in (0.0, -1.0, 5e-324):
+        balance.report(D0, RankLoad(pending_tokens=9, prefill_tokens_per_s=rate))
+        assert balance.now(D0).compute_wait_s == 0.0
+        assert balance.now(D0).tokens_per_s == balance.now(P0).tokens_per_s  # what is assumed of any
+
+
 def test_a_prompt_waits_for_those_alone_that_it_does_not_overtake(balance, clock):
     overtaken = Overtaken(500, 3_000, 2), Overtaken(4_000, 9_000, 1)
     load = RankLoad(pending_tokens=13_000, prefill_tokens_per_s=1_000.0, overtaken=overtaken)
