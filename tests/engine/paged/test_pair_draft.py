@@ -135,7 +135,7 @@ async def test_prefill_says_how_much_it_sends_without_the_drafts_kv():
 
 
 async def test_prefill_counts_the_drafts_kv_that_was_there_when_its_page_was_sent(subtests):
-    """Behind a checkpoint it computes cached tokens once more, whose pages are on their way by then."""
+    """It computes cached tokens once more behind a checkpoint, whose pages are on their way by then."""
     for lacking, told in [(5, 16), (2, 4), (None, 23)]:
         with subtests.test(lacking=lacking):
             settings = replace(ALWAYS, fake_carried="state:3", index_block=8)

@@ -132,7 +132,7 @@ class Trial:
 
 
 def test_whatever_fails_answers_are_right_and_leaving_ends(subtests):
-    """With seed 437 the thread's queue had no room for a first copy, and a rank that left waited for ever."""
+    """The thread's queue had no room for a first copy with seed 437, and a rank that left waited for ever."""
     for seed in (*range(12), 437):
         with subtests.test(seed=seed):
             trial = Trial(seed)
