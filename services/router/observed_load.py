@@ -29,7 +29,7 @@ from services.router.request.progress import Progress
 from services.router.served_model import Model
 from services.values.errors import NotFound
 from services.values.rank import Plan, Role
-from services.values.rank_reports import REMOTE_ONLY, Registration
+from services.values.rank_reports import NO_TENANT_TURNS, REMOTE_ONLY, Registration
 from services.wire.isthmus.v1 import generation_pb2
 
 _MOST_TOLD_BYTES = MAX_MESSAGE_BYTES * 3 // 4
@@ -104,6 +104,8 @@ class ObservedLoad:
             self._window_s,
             _mean([each.now.tokens_per_s for each in status if each.now.is_measured]),
             _mean(list(_steps_s(status))),
+            # Such an engine has an order of its own, which is that of arrival.
+            any(NO_TENANT_TURNS in rank.capabilities for rank in (*decodes, *prefills)),
         )
 
     async def list_load(self, request: generation_pb2.ListLoadRequest) -> generation_pb2.ListLoadResponse:

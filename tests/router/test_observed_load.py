@@ -18,7 +18,7 @@ from services.router.request.client_request import ClientRequest
 from services.router.request.progress import Progress
 from services.values.errors import Forbidden, NotFound
 from services.values.rank import Plan, Role
-from services.values.rank_reports import REMOTE_ONLY, RankLoad
+from services.values.rank_reports import NO_TENANT_TURNS, REMOTE_ONLY, RankLoad
 from services.values.request import Admitted, SamplingParams
 from services.wire.isthmus.v1 import generation_pb2
 
@@ -77,8 +77,10 @@ async def test_what_a_router_saw_of_its_requests(subtests):
             assert (fleet.prefill, fleet.decode, fleet.routers, fleet.block_tokens) == (1, 1, 3, 16)
             assert (fleet.decode_pool_tokens, fleet.kv_bytes_per_token) == (1_600, 64.0)
             assert (fleet.tokens_per_s, fleet.step_s, fleet.plans) == (900.0, 0.02, frozenset(Plan))
-            mirror.set(view(Role.DECODE, 2, capabilities=(REMOTE_ONLY,)))
+            assert not fleet.computes_in_order
+            mirror.set(view(Role.DECODE, 2, capabilities=(REMOTE_ONLY, NO_TENANT_TURNS)))
             assert load.observation(model).fleet.plans == {Plan.REMOTE}
+            assert load.observation(model).fleet.computes_in_order
         with subtests.test("a message tells the same, but for the names"):
             service = GenerationService(models, None, None, load)
             asked = generation_pb2.ListLoadRequest(salt=11)

@@ -23,6 +23,7 @@ def load_to_proto(observation: Observation) -> generation_pb2.ModelLoad:
         window_s=fleet.window_s,
         tokens_per_s=fleet.tokens_per_s,
         step_s=fleet.step_s,
+        computes_in_order=fleet.computes_in_order,
         requests=map(_request_to_proto, observation.requests),
     )
 
@@ -63,6 +64,7 @@ def load_from_proto(message: generation_pb2.ModelLoad) -> Observation:
         message.window_s,
         message.tokens_per_s,
         message.step_s,
+        message.computes_in_order,
     )
     return Observation(fleet, [_request_from_proto(request) for request in message.requests])
 

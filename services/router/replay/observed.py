@@ -140,6 +140,7 @@ class Fleet:
     window_s: float
     tokens_per_s: float = 0.0
     step_s: float = 0.0
+    computes_in_order: bool = False  # No shorter prompt overtakes a longer one.
 
 
 @dataclass(frozen=True, slots=True)

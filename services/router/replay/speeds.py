@@ -55,6 +55,7 @@ def speeds_of(fleet: Fleet, requests: Sequence[Observed], others: float = 1.0) -
             block_tokens=fleet.block_tokens,
             tokens_per_s=1 / max(token_s, 1e-9),
             chunk_tokens=fleet.chunk_tokens,
+            shorter_first=0.0 if fleet.computes_in_order else Timing().shorter_first,
             kv_bytes_per_token=round(fleet.kv_bytes_per_token),
             state_bytes=fleet.carried_bytes,
             bytes_per_s=bytes_per_s or _PRIOR_BYTES_PER_S,

@@ -158,6 +158,10 @@ def test_speeds(subtests):
         few = speeds_of(replace(FLEET, tokens_per_s=5_000.0, step_s=0.03), conversations(2, 1.0))
         assert not few.measured
         assert (few.decode.tokens_per_s, few.decode.step_s) == pytest.approx((5_000.0, 0.03))
+    with subtests.test("ranks whose engine computes in order are replayed so"):
+        in_order = speeds_of(replace(FLEET, computes_in_order=True), conversations(2, 1.0))
+        assert in_order.prefill.shorter_first == in_order.decode.shorter_first == 0.0
+        assert few.prefill.shorter_first == few.decode.shorter_first == Timing().shorter_first
 
 
 def test_a_load_that_is_larger(subtests):

@@ -673,7 +673,7 @@ class ListLoadResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("model", "prefill_ranks", "decode_ranks", "routers", "block_tokens", "chunk_tokens", "prefill_pool_tokens", "decode_pool_tokens", "kv_bytes_per_token", "carried_bytes", "plans", "window_s", "tokens_per_s", "step_s", "requests")
+    __slots__ = ("model", "prefill_ranks", "decode_ranks", "routers", "block_tokens", "chunk_tokens", "prefill_pool_tokens", "decode_pool_tokens", "kv_bytes_per_token", "carried_bytes", "plans", "window_s", "tokens_per_s", "step_s", "requests", "computes_in_order")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_RANKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -689,6 +689,7 @@ class ModelLoad(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_IN_ORDER_FIELD_NUMBER: _ClassVar[int]
     model: str
     prefill_ranks: int
     decode_ranks: int
@@ -704,7 +705,8 @@ class ModelLoad(_message.Message):
     tokens_per_s: float
     step_s: float
     requests: _containers.RepeatedCompositeFieldContainer[ObservedRequest]
-    def __init__(self, model: _Optional[str] = ..., prefill_ranks: _Optional[int] = ..., decode_ranks: _Optional[int] = ..., routers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., prefill_pool_tokens: _Optional[int] = ..., decode_pool_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[float] = ..., carried_bytes: _Optional[int] = ..., plans: _Optional[_Iterable[_Union[_common_pb2.Plan, str]]] = ..., window_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., requests: _Optional[_Iterable[_Union[ObservedRequest, _Mapping]]] = ...) -> None: ...
+    computes_in_order: bool
+    def __init__(self, model: _Optional[str] = ..., prefill_ranks: _Optional[int] = ..., decode_ranks: _Optional[int] = ..., routers: _Optional[int] = ..., block_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., prefill_pool_tokens: _Optional[int] = ..., decode_pool_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[float] = ..., carried_bytes: _Optional[int] = ..., plans: _Optional[_Iterable[_Union[_common_pb2.Plan, str]]] = ..., window_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., requests: _Optional[_Iterable[_Union[ObservedRequest, _Mapping]]] = ..., computes_in_order: _Optional[bool] = ...) -> None: ...
 
 class ObservedRequest(_message.Message):
     __slots__ = ("age_s", "prompt_tokens", "output_tokens", "computed_tokens", "reused_tokens", "moved_tokens", "ttft_s", "duration_s", "queue_s", "compute_s", "transfer_s", "remote", "running", "conversation", "blocks")
