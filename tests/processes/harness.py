@@ -268,11 +268,14 @@ class ProcessCluster:
         return await self.open(ids, max_tokens, router, **fields).exact()
 
     async def until_used(self, name, generation):
-        """Send small batches until one request has gone through this life of the rank."""
+        """Send batches until one request has gone through this life of the rank.
+
+        Their prompts take longer to compute than the calls between two ranks, so no rank does all of it.
+        """
 
         async def used():
             self._batch += 1
-            prompts = [prompt_of(1000 + 10 * self._batch + i, 40) for i in range(4)]
+            prompts = [prompt_of(1000 + 10 * self._batch + i, 400) for i in range(4)]
             # Each router prefers ranks of its own share.
             asked = zip(prompts, cycle(range(len(self.stubs))), strict=False)
             finishes = await asyncio.gather(*(self.generate(p, router=router) for p, router in asked))

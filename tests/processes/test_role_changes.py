@@ -6,7 +6,7 @@ import urllib.request
 
 import pytest
 
-from processes.harness import ProcessCluster, prompt_of
+from processes.harness import ProcessCluster, prompt_of, until
 from services.cli import role
 from services.net import channels
 from services.wire.isthmus.v1 import rank_pb2, rank_pb2_grpc
@@ -64,10 +64,14 @@ async def one_that_becomes_prefill_and_comes_back(cluster):
         assert await command(cluster, *names) == 0
         await beside
     await cluster.until_whole()
-    # It still has the first turns, and the index says so.
-    explained = [await cluster.explain(prompt_of(number, 400)) for number in range(TURNS)]
-    hits = [c.decode_hit_tokens for e in explained for c in e.candidates if c.decode.worker == "decode-0"]
-    assert sum(hits) >= 400
+    # It still has the first turns, and the index says so, once it has come to the router.
+
+    async def held():
+        explained = [await cluster.explain(prompt_of(number, 400)) for number in range(TURNS)]
+        hits = [c.decode_hit_tokens for e in explained for c in e.candidates if c.decode.worker == "decode-0"]
+        return sum(hits) >= 400
+
+    await until(held, "the index has what the rank held before")
 
 
 async def what_is_refused(cluster):
