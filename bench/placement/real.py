@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 python -m bench.placement.real --json FILE
 
 etcd, two routers, and ranks with engine fake are processes of their own, and time is real. All lengths and
-speeds are an eighth of those of the simulation, as engine fake holds contexts of 16,384 tokens; a page is a
-block. Those sessions are run to their end that begin within --seconds, and the first third of the requests is
-not counted. TTFT is the client's. Processes that share few cores
-make each step some milliseconds longer: with --stretch 2 all else takes twice as long.
+speeds are an eighth of those of the other benchmarks of placement, as engine fake holds contexts of 16,384
+tokens; a page is a block. They are so in what predicts, too: a rank gives each answer one token in a step,
+whatever a token stands for. Those sessions are run to their end that begin within --seconds, and the first
+third of the requests is not counted. TTFT is the client's. Processes that share few cores make each step
+some milliseconds longer: with --stretch 2 all else takes twice as long.
 
 What is predicted is the median of simulations that differ in ties and in the router of each request. Their
 least and greatest p50 say how far that is known: where short prompts wait behind long ones, half of the
@@ -91,10 +92,11 @@ class Replay:
         self._ended[request.number].set()
 
     async def _answer(self, request: TraceRequest, prompt: list[int]) -> list[int]:
-        max_tokens = max(2, request.output_tokens // _PART)
         asked = generation_pb2.GenerateRequest(
             token_ids=generation_pb2.TokenIds(ids=prompt),
-            sampling=common_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+            sampling=common_pb2.SamplingParams(
+                temperature=0, max_tokens=request.output_tokens, ignore_eos=True
+            ),
             conversation_id=request.session,
         )
         ids: list[int] = []
@@ -112,9 +114,9 @@ class Replay:
         """Return what the session has said, or a prefix that it shares, and what is new."""
         said = self._said.get(request.session)
         if said is None:
-            shared = (request.prompt_tokens - request.new_tokens) // BLOCK_TOKENS
+            shared = (request.prompt_tokens - request.new_tokens) // _PAGE
             said = [each for block in request.blocks[:shared] for each in _block(block)]
-        wanted = request.prompt_tokens // _PART - len(said)
+        wanted = request.prompt_tokens - len(said)
         return said + self._random.choices(range(_IDS), k=max(1, wanted))
 
 
@@ -123,30 +125,42 @@ def _block(number: int) -> list[int]:
 
 
 def _timing(stretch: float) -> Timing:
-    """Return that of engine fake, in tokens and steps of the simulation, which are eight times as many."""
+    """Return that of engine fake. A token has the KV of those for which it stands."""
     return replace(
         TIMING,
-        tokens_per_s=_PART / _TOKEN_S / stretch,
+        block_tokens=_PAGE,
+        tokens_per_s=1 / _TOKEN_S / stretch,
+        chunk_tokens=_CHUNK,
+        kv_bytes_per_token=TIMING.kv_bytes_per_token * _PART,
         chunk_step_s=_STEP_S * stretch,
-        step_s=_STEP_S / _PART * stretch,
+        step_s=_STEP_S * stretch,
         step_s_per_sequence=0.0,
     )
 
 
 def _requests(cell: Cell, seconds: float, stretch: float) -> list[TraceRequest]:
-    """Return those that begin in so many seconds of the cell, or follow such ones."""
+    """Return those that begin in so many seconds of the cell, or follow such, in tokens of engine fake."""
     kept: dict[int, int] = {}
     requests: list[TraceRequest] = []
     for request in cell.requests():
         is_early = request.arrival_s <= seconds and all(number in kept for number in request.after)
         if is_early and request.prompt_tokens + request.output_tokens <= _LONGEST * _PART:
-            kept[request.number] = len(requests)
             after = tuple(kept[number] for number in request.after)
-            arrival_s, wait_s = stretch * request.arrival_s, stretch * request.wait_s
-            requests.append(
-                replace(request, number=len(requests), after=after, arrival_s=arrival_s, wait_s=wait_s)
-            )
+            kept[request.number] = len(requests)
+            requests.append(replace(scaled(request, stretch), number=len(requests), after=after))
     return requests
+
+
+def scaled(request: TraceRequest, stretch: float = 1.0) -> TraceRequest:
+    """Return the request in tokens of engine fake; each time is so many times as long."""
+    return replace(
+        request,
+        arrival_s=stretch * request.arrival_s,
+        prompt_tokens=request.prompt_tokens // _PART,
+        output_tokens=max(2, request.output_tokens // _PART),
+        wait_s=stretch * request.wait_s,
+        new_tokens=request.new_tokens // _PART,
+    )
 
 
 async def measure(

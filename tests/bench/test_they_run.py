@@ -125,7 +125,7 @@ async def test_placement_on_real_ranks_quickly(tmp_path):
     sessions = WORKLOADS["mixed"](4, 1)
     for turn in sessions[0].turns:
         turn.wait_s = 0.2
-    requests = open_arrivals(sessions[:1], 10.0, 1)
+    requests = [real.scaled(request) for request in open_arrivals(sessions[:1], 10.0, 1)]
     replay = await real.measure(tmp_path, 0, 1, requests)
     row = real.compare(replay, real.predict(0, 1, requests))
     assert set(replay.ttft_s) == set(range(4)) and min(replay.ttft_s.values()) > 0
