@@ -255,7 +255,8 @@ _KEPT = 0.95  # Each new observation keeps this part of the past's weight.
 _WHOLE = 0.95  # From this trust on a hit counts in full, as blocks and pages end at different tokens.
 
 
-_PRIOR_PACE_S = 4.0  # So long counts as taken as expected, before any observation.
+_PRIOR_PACE_S = 2.0  # So long counts as taken as expected, before any observation.
+_PACE_HALF_LIFE_S = 300.0  # A wrong report stays so, and long prompts, which show it, may be minutes apart.
 _MOST_OF_PAST = 0.25  # A slow request counts for no more than this part of all before it, or the prior.
 _LEAST_PACED_S = 0.25  # What takes less measures the calls around it.
 _PACE_NOISE = 1.3  # A pace that differs by less is that of the report.
@@ -279,7 +280,7 @@ class Pace:
         if took_s <= 0 or max(took_s, expected_s) < _LEAST_PACED_S:  # A report may be wrong.
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_PACE_S, _PRIOR_PACE_S, now))
-        record.fade(_PRIOR_PACE_S, now)
+        record.fade(_PRIOR_PACE_S, _PACE_HALF_LIFE_S, now)
         pace = min(max(expected_s / took_s, 1 / _MAX_RATIO), _MAX_RATIO)
         counted_s = took_s
         if pace < 1:
@@ -293,7 +294,7 @@ class Pace:
         if record is None:
             return 1.0
         learned = math.log(record.delivered / record.predicted)
-        pace = math.exp(learned * math.exp2((record.seen_s - now) / _HALF_LIFE_S))
+        pace = math.exp(learned * math.exp2((record.seen_s - now) / _PACE_HALF_LIFE_S))
         return pace if max(pace, 1 / pace) > _PACE_NOISE else 1.0
 
     def forget(self, rank: RankKey) -> None:
@@ -306,9 +307,9 @@ class _Record:
     delivered: float
     seen_s: float
 
-    def fade(self, prior: float, now: float) -> None:
+    def fade(self, prior: float, half_life_s: float, now: float) -> None:
         """Forget a part of it, which neither hurts nor helps the rank."""
-        kept = _KEPT * math.exp2((self.seen_s - now) / _HALF_LIFE_S)
+        kept = _KEPT * math.exp2((self.seen_s - now) / half_life_s)
         self.predicted = kept * self.predicted + (1 - kept) * prior
         self.delivered = kept * self.delivered + (1 - kept) * prior
         self.seen_s = now
@@ -326,7 +327,7 @@ class Trust:
         if predicted_tokens <= 0:
             return
         record = self._records.setdefault(rank, _Record(_PRIOR_TOKENS, _PRIOR_TOKENS, now))
-        record.fade(_PRIOR_TOKENS, now)
+        record.fade(_PRIOR_TOKENS, _HALF_LIFE_S, now)
         record.predicted += predicted_tokens
         record.delivered += min(predicted_tokens, delivered_tokens)
 

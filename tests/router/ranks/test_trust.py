@@ -69,6 +69,16 @@ def pace_after(*requests: tuple[float, float]) -> float:
     return pace.of(RANK, 0.0)
 
 
+def test_a_pace_lasts_from_one_long_prompt_to_the_next():
+    """They show it alone, and may be minutes apart."""
+    pace, now = Pace(), 0.0
+    for _ in range(6):
+        pace.observe(RANK, 6.0, 12.0, now)
+        now += 120
+    assert 0.5 <= pace.of(RANK, now) < 0.7
+    assert pace.of(RANK, now + 1_200) == 1.0
+
+
 def test_one_request_that_stalled_says_little_of_a_ranks_pace(subtests):
     usual = [(1.0, 1.0)] * 30
     with subtests.test("among others"):
