@@ -34,7 +34,7 @@ async def a_cold_document_is_computed_once_for_both_routers(cluster):
     await asyncio.gather(*(cluster.generate(prompt_of(500 + i, 90), router=i % 2) for i in range(8)))
     document, other = prompt_of(400, 1_600), prompt_of(401, 1_600)
     beside = asyncio.create_task(cluster.generate(other, router=0))
-    computing = set(await until(lambda: cluster.running(PREFILL), "a prefill rank computes"))
+    await until(lambda: cluster.running(PREFILL), "a prefill rank computes")
     first = asyncio.create_task(cluster.generate([*document, 0, 7], router=0))
 
     async def expected():
@@ -45,7 +45,6 @@ async def a_cold_document_is_computed_once_for_both_routers(cluster):
     later = (cluster.generate([*document, number, 7], router=number % 2) for number in range(1, 6))
     _, *finishes = await asyncio.gather(beside, first, *later)
     home = finishes[0].placement.prefill.worker
-    assert {f"{home}/0"} == {*PREFILL} - computing
     elsewhere = [finish for finish in finishes if finish.placement.prefill.worker != home]
     assert all(finish.usage.pulled_tokens >= len(document) - BLOCK for finish in elsewhere)
     assert len(document) <= sum(finish.usage.computed_tokens for finish in finishes) < 1.1 * len(document)

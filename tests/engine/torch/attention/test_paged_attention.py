@@ -261,7 +261,7 @@ def many_read_a_page(kv_heads, group, num_readers, head_dim):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("lanes", [pytest.param(8, marks=pytest.mark.slow), 16])
 def test_a_processor_with_other_registers_computes_the_same(lanes, tmp_path):
     """A process of its own tries it: how many heads at once is compiled in, and not to be kept."""
     program = (

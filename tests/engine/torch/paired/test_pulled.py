@@ -40,7 +40,7 @@ async def test_a_conversation_that_moves_at_every_turn_pulls_its_past(family):
     async with Pair(torch_settings(family, kv_pages=128, window_pages=96), dp_size=2) as pair:
         for seed in range(2):
             await converse(pair, seed, pulled)
-        await asyncio.gather(*(converse(pair, seed, pulled) for seed in range(2, 6)))
+        await asyncio.gather(*(converse(pair, seed, pulled) for seed in (2, 3)))
         await pair.assert_nothing_held()
     assert sum(each.tokens > 0 for each in pulled) >= 10
     assert {each.refused for each in pulled} <= {"", "evicted", "busy"}

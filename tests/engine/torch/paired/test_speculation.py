@@ -81,7 +81,11 @@ SHAPES = [
 @pytest.mark.exact
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [(family, SHAPES[(first + n) % len(SHAPES)]) for first, family in enumerate(FAMILIES) for n in range(2)],
+    [
+        pytest.param(family, SHAPES[(first + n) % len(SHAPES)], marks=pytest.mark.slow if n else ())
+        for first, family in enumerate(FAMILIES)
+        for n in range(2)
+    ],
 )
 async def test_turns_in_every_shape(family, shape):
     mode, page_size, index_block, chunk_size, cache = shape
@@ -90,15 +94,28 @@ async def test_turns_in_every_shape(family, shape):
     await compare(settings_of(family, mode, **shaped, **cached), repeat_drawn_turns, num_rejected=5)
 
 
+# Each family is in one of the next two, and with make test-slow in both.
 @pytest.mark.exact
-@pytest.mark.parametrize(("family", "mode"), list(zip(FAMILIES, MODES * 2, strict=True)))
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, MODES[n % 2], marks=pytest.mark.slow if n >= len(MODES) else ())
+        for n, family in enumerate(FAMILIES)
+    ],
+)
 async def test_limits(family, mode):
     said = await compare(settings_of(family, mode), meet_limits)
     assert {answer.finished for answer in said} == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 @pytest.mark.exact
-@pytest.mark.parametrize(("family", "mode"), list(zip(FAMILIES, MODES[::-1] * 2, strict=True)))
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, MODES[1 - n % 2], marks=pytest.mark.slow if n < len(MODES) else ())
+        for n, family in enumerate(FAMILIES)
+    ],
+)
 async def test_a_crowd_that_has_some_retracted(family, mode):
     foretold = replace(settings_of(family, "draft"), speculation=mode)  # it repeats itself, too
     await compare(crowded(foretold), crowd, keeps_memory=False, num_rejected=2)
