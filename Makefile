@@ -139,7 +139,7 @@ setup-real: $(STAMP)
 test-real: $(STAMP) ## real text and a real model against transformers; needs a package source once; minutes
 	$(BIN)/python -m pytest -q -rs -m real tests/real
 
-test-slow: $(STAMP) ## real processes over minutes
+test-slow: $(STAMP) ## real processes over minutes, and rarer pairs of families
 	$(BIN)/python -m pytest -q -m "slow and not sglang"
 
 soak: $(STAMP) ## mixed load above capacity for ten minutes: errors, memory, books
